@@ -1,7 +1,7 @@
 """Simulated devices: the one place that sets their number, for the tests and for the experiments.
 
-XLA's CPU client sizes its thread pool by the number of cores. With more simulated devices than cores, un-blocked steps can
-wait for each other for ever and abort; a larger ``NPROC`` in the environment gives every device a thread.
+XLA's CPU client sizes its thread pool by the number of cores. With more simulated devices than cores, un-blocked steps
+can wait for each other for ever and abort; a larger ``NPROC`` in the environment gives every device a thread.
 """
 
 import os
