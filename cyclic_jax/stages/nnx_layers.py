@@ -36,7 +36,9 @@ def from_nnx(modules: Sequence[Factory | nnx.Module | tuple[str, Factory | nnx.M
 
     Examples:
         >>> from flax import nnx
-        >>> layers = from_nnx([lambda rngs: nnx.Linear(4, 8, rngs=rngs), ("head", lambda rngs: nnx.Linear(8, 2, rngs=rngs))])
+        >>> def linear(rngs):
+        ...     return nnx.Linear(4, 4, rngs=rngs)
+        >>> layers = from_nnx([linear, ("head", linear)])
         >>> [layer.name for layer in layers]
         ['0:Linear', 'head']
     """

@@ -5,9 +5,11 @@ Axis letters used throughout the package: N workers (= micro-batches), S stages,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cyclic_jax.stages.layer import Key, Layer, PyTree
@@ -35,12 +37,12 @@ class Stage:
     output_struct: Struct
 
     def init(self, key: Key, x: PyTree) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
-        """Parameters and state: tuples with one pytree per layer. ``x`` may be structs only."""
+        """Parameters and state: tuples with one pytree per layer. ``x`` may be structs: its values do not matter."""
         params, states = [], []
         for index, layer in enumerate(self.layers, self.start):
-            layer_key = jax.random.fold_in(key, index)
-            p, s = layer.init(layer_key, x)
-            x = jax.eval_shape(lambda p, s, x, layer=layer: layer.apply(p, s, x, key=None, train=False)[0], p, s, x)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)  # Linen's init runs the layer
+            p, s = layer.init(jax.random.fold_in(key, index), zeros)
+            x, _ = jax.eval_shape(partial(layer.apply, key=None, train=False), p, s, zeros)
             params.append(p)
             states.append(s)
         return tuple(params), tuple(states)
@@ -175,6 +177,6 @@ def _refuse_shared(model: StagedModel, params: Sequence[PyTree]) -> None:
             other = owner.setdefault(id(leaf), here)
             if other[0] != j:
                 raise ValueError(
-                    f"parameter {here[1]} of stage {j} is the same array as {other[1]} of stage {other[0]}: a parameter "
-                    "shared by two stages has no single owner and no single delay; give each stage its own copy"
+                    f"parameter {here[1]} of stage {j} is the same array as {other[1]} of stage {other[0]}: a "
+                    "parameter shared by two stages has no single owner: give each stage its own copy"
                 )

@@ -1,0 +1,20 @@
+"""Test sessions run on eight simulated devices, set before jax starts."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import pytest
+
+from cyclic_jax.simulation import simulate_devices
+
+simulate_devices(8)
+hypothesis.settings.register_profile("default", deadline=None, max_examples=30, derandomize=True)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="module")
+def float64() -> Iterator[None]:
+    """Double precision for a module that proves equality."""
+    with jax.enable_x64(True):
+        yield

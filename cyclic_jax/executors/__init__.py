@@ -1,0 +1,60 @@
+"""Executors: realisations of a rule, and of its schedule, on devices. One file each."""
+
+import difflib
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from cyclic_jax.executors.base import Executor, Loss
+from cyclic_jax.executors.synchronous import SynchronousExecutor
+from cyclic_jax.rules import UpdateRule
+from cyclic_jax.schedule import Schedule
+from cyclic_jax.stages import StagedModel
+
+EXECUTORS: dict[str, Any] = {"synchronous": SynchronousExecutor}
+
+__all__ = ["EXECUTORS", "Executor", "make_executor"]
+
+
+def make_executor(
+    name: str,
+    model: StagedModel,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    rule: UpdateRule,
+    schedule: Schedule | None = None,
+    mesh: Mesh | None = None,
+) -> Executor:
+    """An executor by name.
+
+    Args:
+        name: ``"synchronous"``: all workers at once, gradients averaged by all-reduce; any rule, any optimizer.
+        model: from :func:`cyclic_jax.partition`.
+        loss: ``loss(outputs, targets) -> scalar``, the mean over the micro-batch it is given.
+        optimizer: any optax transformation.
+        rule: which worker sees which version of which stage.
+        schedule: checked against the rule if given.
+        mesh: axes ``("cyclic",)`` or ``("data", "cyclic")``; by default one ring over as many devices as divide N.
+
+    Raises:
+        ValueError: for an unknown name, a rule that does not fit the model, a schedule that cannot run the rule, or a
+            mesh that does not fit the workers.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, cyclic_jax as cj
+        >>> scale = (lambda key, x: jnp.ones(()), lambda params, x: params * x)
+        >>> model = cj.partition(cj.from_functions([scale] * 2), 2, example=jnp.ones((3, 1)), by="layers")
+        >>> rule = cj.UpdateRule.cdp_v1(2, 2)
+        >>> mse = lambda y, target: ((y - target) ** 2).mean()
+        >>> executor = cj.make_executor("synchronous", model, mse, optax.sgd(0.1), rule=rule)
+        >>> carry = executor.init(cj.TrainState.create(model, optax.sgd(0.1), jax.random.key(0)))
+        >>> carry, metrics = executor.step(carry, (jnp.ones((6, 1)), jnp.zeros((6, 1))))
+        >>> metrics.loss.tolist()
+        [1.0, 1.0]
+    """
+    if name not in EXECUTORS:
+        near = difflib.get_close_matches(name, EXECUTORS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown executor {name!r}: did you mean {near!r}? Known: {', '.join(EXECUTORS)}")
+    return EXECUTORS[name](model, loss, optimizer, rule=rule, schedule=schedule, mesh=mesh)

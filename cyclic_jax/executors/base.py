@@ -1,0 +1,75 @@
+"""What every executor offers, and the checks they share. All checks run before anything is traced."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from cyclic_jax.rules import UpdateRule
+from cyclic_jax.stages import StagedModel
+from cyclic_jax.state import Metrics, Snapshot, TrainState
+
+PyTree = Any
+Loss = Callable[[PyTree, PyTree], jax.Array]
+Batch = tuple[PyTree, PyTree]
+
+
+class Executor(Protocol):
+    """One realisation of the schedule. ``carry`` is opaque and donated: never use one after it was given to
+    ``step``."""
+
+    num_workers: int
+    batch_sharding: NamedSharding
+
+    def init(self, state: TrainState) -> Any:
+        """A canonical state, spread over the devices."""
+
+    def step(self, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
+        """One training step of every worker; jitted, ``carry`` donated."""
+
+    def drain(self, carry: Any) -> tuple[TrainState, Metrics]:
+        """Finish what is in flight. Metrics are those of the last steps that end here, with step −1 where there is
+        none."""
+
+    def snapshot(self, carry: Any) -> Snapshot:
+        """Parameters of the newest complete step, for evaluation; training goes on from the same carry."""
+
+    def lower(self, carry: Any, batch: Batch) -> jax.stages.Lowered:
+        """The step, lowered for arrays or structs: compiled text, memory, cost."""
+
+    def carry_struct(self, state: TrainState) -> Any:
+        """Shapes, dtypes and shardings of the carry that ``init`` makes of such a state."""
+
+
+def check_rule(rule: UpdateRule, model: StagedModel) -> None:
+    """The rule's mask must have a column for each stage."""
+    if rule.num_stages != model.num_stages:
+        raise ValueError(
+            f"rule {rule.name!r} has {rule.num_stages} stages, the model has {model.num_stages}: they must be equal"
+        )
+
+
+def check_state(state: TrainState, model: StagedModel, num_workers: int) -> None:
+    """Stages and worker axis of a canonical state must be the executor's."""
+    if len(state.params) != model.num_stages:
+        raise ValueError(f"the state has {len(state.params)} stages, the model has {model.num_stages}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
+        if leaf.shape[:1] != (num_workers,):
+            raise ValueError(
+                f"model_state{jax.tree_util.keystr(path)} has shape {leaf.shape}: its leading axis must be the "
+                f"number of workers, {num_workers} (TrainState.create(..., num_workers={num_workers}))"
+            )
+
+
+def check_batch(batch: Batch, num_workers: int) -> None:
+    """A batch is ``(inputs, targets)`` whose leaves share a leading axis that the number of workers divides."""
+    if not (isinstance(batch, tuple) and len(batch) == 2):
+        raise ValueError(f"a batch is a tuple (inputs, targets), got {type(batch).__name__}")
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ValueError(f"all leaves of a batch must share their leading axis, got sizes {sorted(sizes)}")
+    (rows,) = sizes.pop()
+    if rows % num_workers or rows == 0:
+        raise ValueError(f"a batch of {rows} rows cannot be divided among {num_workers} workers")

@@ -1,0 +1,38 @@
+"""Device meshes: an axis ``cyclic`` for the workers of one ring, and ``data`` for copies of the ring."""
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+DATA, CYCLIC = "data", "cyclic"
+
+
+def default_mesh(num_workers: int) -> Mesh:
+    """As many devices as divide the workers evenly, neighbours in the ring being neighbours in hardware."""
+    devices = jax.devices()
+    size = max(d for d in range(1, num_workers + 1) if num_workers % d == 0 and d <= len(devices))
+    if size == len(devices):
+        return Mesh(mesh_utils.create_device_mesh((1, size)), (DATA, CYCLIC))
+    return Mesh(np.asarray(devices[:size]).reshape(1, size), (DATA, CYCLIC))
+
+
+def check_mesh(mesh: Mesh, num_workers: int) -> Mesh:
+    """The mesh with both axes in order; ``num_workers`` is the ring's N.
+
+    Raises:
+        ValueError: for other axes, or a ``cyclic`` axis whose size does not divide N.
+    """
+    if CYCLIC not in mesh.axis_names or not set(mesh.axis_names) <= {DATA, CYCLIC}:
+        raise ValueError(f"mesh axes are {mesh.axis_names}: expected ('cyclic',) or ('data', 'cyclic')")
+    size = mesh.shape[CYCLIC]
+    if num_workers % size:
+        raise ValueError(
+            f"the mesh has {size} devices along 'cyclic', which does not divide {num_workers} workers: "
+            f"take one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
+        )
+    if mesh.axis_names == (CYCLIC,):
+        return Mesh(mesh.devices[None], (DATA, CYCLIC))
+    if mesh.axis_names == (CYCLIC, DATA):
+        return Mesh(mesh.devices.T, (DATA, CYCLIC))
+    return Mesh(mesh.devices, (DATA, CYCLIC))
