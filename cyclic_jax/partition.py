@@ -1,13 +1,8 @@
-"""Layers to contiguous stages, balanced exactly.
-
-The smallest possible largest stage is found by dynamic programming over the cut points; among the partitions that reach
-it, the one with the least sum of squares is taken, so that the other stages are even too.
-"""
+"""Layers to contiguous stages, balanced exactly."""
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from cyclic_jax.balance import balance
 from cyclic_jax.costs import layer_costs
 from cyclic_jax.stages.layer import Layer, PyTree
 from cyclic_jax.stages.staged import Stage, StagedModel, check_layers
@@ -64,52 +59,6 @@ def partition(
         Stage(j, start, layers[start:stop], structs[start], structs[stop]) for j, (start, stop) in enumerate(ranges)
     )
     return StagedModel(stages, structs)
-
-
-def balance(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Contiguous, non-empty ranges with the smallest possible largest sum, then the least sum of squares.
-
-    Args:
-        costs: one non-negative cost per layer.
-        num_stages: S, at most ``len(costs)``.
-
-    Returns:
-        S ranges ``(start, stop)`` that cover every layer once.
-
-    Raises:
-        ValueError: for a negative or non-finite cost, or more stages than costs.
-
-    Examples:
-        >>> balance([1, 1, 1, 3], 2)
-        ((0, 3), (3, 4))
-    """
-    values = np.asarray(costs, dtype=float)
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise ValueError(f"costs must be finite and not negative, got {list(costs)}")
-    if not 1 <= num_stages <= len(values):
-        raise ValueError(f"num_stages={num_stages} does not fit {len(values)} costs")
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    sums = prefix[None, :] - prefix[:, None]  # sums[a, b]: cost of layers a .. b-1
-    largest = _best_cuts(sums, num_stages, np.maximum)[0]
-    allowed = np.where(sums <= largest * (1 + 1e-12), sums**2, np.inf)
-    return _best_cuts(allowed, num_stages, np.add)[1]
-
-
-def _best_cuts(cost: np.ndarray, num_stages: int, combine: np.ufunc) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """Least ``combine`` of the stages' costs over all contiguous cuts, and the cuts that reach it."""
-    length = cost.shape[0] - 1
-    best, choice = np.full(length + 1, np.inf), []
-    best[0] = 0.0
-    for _ in range(num_stages):
-        table = combine(best[:, None], cost)
-        table[np.tril_indices(length + 1)] = np.inf  # a stage has at least one layer
-        choice.append(table.argmin(axis=0))
-        best = table.min(axis=0)
-    ranges, stop = [], length
-    for cuts in reversed(choice):
-        ranges.append((int(cuts[stop]), stop))
-        stop = int(cuts[stop])
-    return float(best[length]), tuple(reversed(ranges))
 
 
 def _checked_boundaries(

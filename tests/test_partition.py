@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cyclic_jax as cj
+from cyclic_jax.balance import balance
 from cyclic_jax.costs import layer_costs
-from cyclic_jax.partition import balance
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 X = jax.ShapeDtypeStruct((4, 8), np.float32)

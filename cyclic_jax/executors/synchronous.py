@@ -146,7 +146,15 @@ class SynchronousExecutor:
     # ---- canonical state <-> carry --------------------------------------------------------------------------
 
     def _carry_specs(self) -> SynchronousCarry:
-        return SynchronousCarry(*[EVERYWHERE] * 2, *[WORKERS] * 4, EVERYWHERE)  # type: ignore[arg-type]
+        return SynchronousCarry(  # type: ignore[arg-type]
+            step=EVERYWHERE,
+            key=EVERYWHERE,
+            fresh=WORKERS,
+            views=WORKERS,
+            delay=WORKERS,
+            model_state=WORKERS,
+            previous=EVERYWHERE,
+        )
 
     def _carry_shardings(self) -> SynchronousCarry:
         return jax.tree.map(

@@ -1,0 +1,71 @@
+"""Train update rules side by side on the same data and seeds.
+
+``python -m experiments.accuracy`` trains a small ResNet on the embedded handwritten digits, on four simulated devices, under plain
+data parallelism (``dp``) and both cyclic rules. ``python -m experiments.accuracy PRESET --help`` lists every option; presets:
+digits (default), cifar10-resnet18, cifar10-resnet50, imagenet-resnet18, imagenet-resnet50.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+from tqdm import tqdm
+
+import cyclic_jax as cj
+from experiments import report
+from experiments.config import PRESETS, Config
+from experiments.training import Run, Study, prepare, train
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0].startswith("-"):
+        argv = ["digits", *argv]
+    config = tyro.extras.overridable_config_cli(PRESETS, args=argv, description=__doc__)
+    cj.simulate_devices(config.devices or config.num_workers)
+    try:
+        print(run_study(config))
+    except (ValueError, FloatingPointError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run_study(config: Config) -> str:
+    """Run the whole study, write its files, and return the table."""
+    study = prepare(config)
+    print(heading(study), file=sys.stderr)
+    runs: list[Run] = []
+    with report.Log(config.out, config) as log:
+        for seed in range(config.seeds):
+            for rule in config.rules:
+                runs.append(one_run(study, rule, seed, log))
+                log.result(runs[-1])
+    report.plot_losses(runs, config.out / "loss.png")
+    return report.table(runs)
+
+
+def one_run(study: Study, rule: str, seed: int, log: report.Log) -> Run:
+    """One rule with one seed, behind a progress bar that shows the loss."""
+    with tqdm(total=study.total_steps, desc=f"{rule} seed {seed}", unit="step") as bar:
+
+        def on_step(step: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.update()
+            log.step(rule, seed, step, loss, float(study.schedule(step)))
+
+        return train(study, rule, seed, on_step)
+
+
+def heading(study: Study) -> str:
+    """What is about to be trained."""
+    config = study.config
+    return (
+        f"{study.data.name}: {study.data.description}\n"
+        f"{config.num_workers} workers x {config.batch_per_worker} rows, {study.total_steps} steps, "
+        f"{config.executor} executor\n{config.model} in {config.num_stages} stages by {config.partition}:\n"
+        f"{study.model.describe()}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What an accuracy study trains, as one frozen dataclass, and the presets.
+
+The presets use the hyper-parameters that the authors publish with their code (8 workers, 4 stages by flops). They do not use
+their mask by default: with 4 stages theirs leaves workers 4 to 7 without any delay, which no cyclic schedule can run; the rule
+``cdp-v2-published`` asks for it, ``cdp-v2`` is the method's own mask, which a schedule can run.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+import cyclic_jax as cj
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train update rules side by side on the same data and seeds."""
+
+    dataset: str = "digits"
+    """digits, fashion_mnist, cifar10, imagenet2012 or synthetic."""
+    data_dir: Path | None = None
+    """Where fashion_mnist's IDX files or the prepared tensorflow-datasets folder are."""
+    model: str = "tiny_resnet"
+    """tiny_resnet, residual_mlp, resnet18, resnet50 or vit_b16."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters are float32."""
+    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2")
+    """dp, cdp-v1, cdp-v2, or cdp-v2-published: the mask of the authors' code, for the synchronous executor only."""
+    num_workers: int = 4
+    """N: micro-batches of a step."""
+    num_stages: int = 4
+    """S: stages of the model."""
+    partition: Literal["flops", "params", "layers"] = "flops"
+    """What the stages are balanced by."""
+    executor: str = "synchronous"
+    """How the rule is realised."""
+    devices: int | None = None
+    """Simulated CPU devices; by default one for each worker. Without effect on GPUs and TPUs."""
+    seeds: int = 3
+    """How many seeds; they set the parameters, the order of the data and the dropout."""
+    steps: int | None = None
+    """Training steps, instead of epochs."""
+    epochs: float = 10.0
+    """Passes over the training split."""
+    batch_per_worker: int = 16
+    """B: rows of a micro-batch."""
+    optimizer: str = "sgd"
+    """sgd, adamw or muon (from optax)."""
+    lr: float = 0.05
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Of sgd."""
+    weight_decay: float = 5e-4
+    """Added to the gradient for sgd, decoupled for the others."""
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    """Of the learning rate; step multiplies it by drop_factor every drop_every epochs."""
+    warmup_epochs: float = 0.0
+    """Linear warm-up."""
+    drop_every: float = 30.0
+    """Epochs between drops."""
+    drop_factor: float = 0.2
+    """What a drop multiplies the learning rate by."""
+    out: Path = Path("runs/accuracy")
+    """Folder for results.jsonl, TensorBoard scalars and loss.png."""
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one training step."""
+        return self.num_workers * self.batch_per_worker
+
+
+_AUTHORS = Config(num_workers=8, num_stages=4, schedule="step", seeds=1)
+_CIFAR = replace(_AUTHORS, dataset="cifar10", batch_per_worker=64, lr=0.05, drop_factor=0.2, epochs=101)
+_IMAGENET = replace(
+    _AUTHORS, dataset="imagenet2012", batch_per_worker=32, lr=0.1, weight_decay=1e-4, drop_factor=0.1, epochs=91
+)
+
+PRESETS: dict[str, tuple[str, Config]] = {
+    "digits": ("Handwritten digits, embedded: minutes on a laptop.", Config()),
+    "cifar10-resnet18": ("The authors' setting.", replace(_CIFAR, model="resnet18", weight_decay=5e-4)),
+    "cifar10-resnet50": ("The authors' setting.", replace(_CIFAR, model="resnet50", weight_decay=1e-3)),
+    "imagenet-resnet18": ("The authors' setting.", replace(_IMAGENET, model="resnet18")),
+    "imagenet-resnet50": ("The authors' setting.", replace(_IMAGENET, model="resnet50")),
+}
+
+
+def published_mask(num_workers: int, num_stages: int) -> np.ndarray:
+    """The mask of the authors' simulation: fresh iff i + j >= S − 1, whatever N is. Bool ``[N, S]``.
+
+    For N > S its later workers are never delayed, which no cyclic schedule can run.
+    """
+    workers, stages = np.ogrid[:num_workers, :num_stages]
+    return workers + stages >= num_stages - 1
+
+
+def make_rule(config: Config, name: str) -> cj.UpdateRule:
+    """The rule of that name for the configured workers and stages."""
+    if name != "cdp-v2-published":
+        return cj.UpdateRule.named(name, config.num_workers, config.num_stages)
+    if config.executor != "synchronous":
+        raise ValueError(f"rule {name!r} is one that no cyclic schedule can run: only --executor synchronous can")
+    return cj.UpdateRule.custom(published_mask(config.num_workers, config.num_stages), name=name)
+
+
+def check_positive(config: Config) -> None:
+    """Counts must be positive."""
+    for name in ("num_workers", "num_stages", "seeds", "batch_per_worker", "epochs", "lr"):
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{name}={value}: it must be positive")
+    if config.steps is not None and config.steps < 1:
+        raise ValueError(f"steps={config.steps}: at least 1 is needed")
+    if not config.rules:
+        raise ValueError("rules is empty: name at least one, such as cdp-v2")
+
+
+def nearest(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for an unknown name."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return ValueError(f"unknown {kind} {name!r}: did you mean {near!r}? Known: {', '.join(known)}")

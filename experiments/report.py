@@ -1,0 +1,93 @@
+"""What a study leaves behind: a table, JSON lines, TensorBoard scalars and a picture of the losses."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from experiments.config import Config
+from experiments.training import Run
+
+matplotlib.use("Agg")
+
+
+class Log:
+    """JSON lines and TensorBoard scalars in ``folder``, written as the run goes; a context manager."""
+
+    def __init__(self, folder: Path, config: Config):
+        from tensorboardX import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "results.jsonl").open("w")
+        self._make_writer = lambda name: SummaryWriter(str(folder / "tensorboard" / name))
+        self._writers: dict[str, Any] = {}
+        self._line(kind="config", **dataclasses.asdict(config))
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def step(self, rule: str, seed: int, step: int, loss: float, lr: float) -> None:
+        """One training step."""
+        self._line(kind="step", rule=rule, seed=seed, step=step, loss=loss, lr=lr)
+        self._scalars(rule, seed, step, {"loss": loss, "lr": lr})
+
+    def result(self, run: Run) -> None:
+        """The end of one run."""
+        values = {name: getattr(run, name) for name in ("test_accuracy", "test_loss", "final_loss", "seconds")}
+        self._line(kind="result", rule=run.rule, seed=run.seed, steps=len(run.losses), **values)
+        self._scalars(run.rule, run.seed, len(run.losses), {"test_accuracy": run.test_accuracy})
+
+    def _line(self, **values: Any) -> None:
+        self._file.write(json.dumps(values, default=str) + "\n")
+        self._file.flush()
+
+    def _scalars(self, rule: str, seed: int, step: int, values: dict[str, float]) -> None:
+        name = f"{rule}-seed{seed}"
+        if name not in self._writers:
+            self._writers[name] = self._make_writer(name)
+        for tag, value in values.items():
+            self._writers[name].add_scalar(tag, value, step)
+
+
+def by_rule(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs grouped by rule, in the order they came."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.rule, []).append(run)
+    return groups
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Markdown: rule, test accuracy (mean ± sample standard deviation over seeds), final loss, seconds a run."""
+    rows = ["| rule | test accuracy (%) | final loss | time (s) |", "| --- | --- | --- | --- |"]
+    for rule, group in by_rule(runs).items():
+        accuracy = 100 * np.array([run.test_accuracy for run in group])
+        spread = f" ± {accuracy.std(ddof=1):.2f}" if len(group) > 1 else ""
+        loss, seconds = (np.mean([getattr(run, name) for run in group]) for name in ("final_loss", "seconds"))
+        rows.append(f"| {rule} | {accuracy.mean():.2f}{spread} | {loss:.4f} | {seconds:.1f} |")
+    return "\n".join(rows)
+
+
+def plot_losses(runs: Sequence[Run], path: Path) -> None:
+    """Training loss of every rule: the mean over seeds, smoothed over 2 % of the run, on a logarithmic axis."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for rule, group in by_rule(runs).items():
+        losses = np.mean([run.losses for run in group], axis=0)
+        window = max(1, len(losses) // 50)
+        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+        axes.plot(np.arange(len(smooth)) + window, smooth, label=f"{rule} ({len(group)} seeds)", linewidth=1.5)
+    axes.set(xlabel="training step", ylabel="training loss", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,179 @@
+"""Training one rule with one seed, and evaluating it."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cyclic_jax as cj
+from experiments.config import Config, check_positive, make_rule
+from experiments.data import load
+from experiments.data.augment import make_augment
+from experiments.optimizers import learning_rate, make_optimizer
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything the rules share: data, stages, optimizer, and one executor for each rule."""
+
+    config: Config
+    data: Any
+    model: cj.StagedModel
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    executors: dict[str, cj.Executor]
+    total_steps: int
+    evaluate_batch: Callable[..., Any]
+
+
+@dataclass
+class Run:
+    """One rule with one seed.
+
+    Attributes:
+        losses: mean over workers, one per training step.
+        seconds: of the training steps, compilation not counted.
+    """
+
+    rule: str
+    seed: int
+    losses: list[float] = field(default_factory=list)
+    test_accuracy: float = float("nan")
+    test_loss: float = float("nan")
+    seconds: float = float("nan")
+
+    @property
+    def final_loss(self) -> float:
+        """Mean training loss of the last 20 steps."""
+        return float(np.mean(self.losses[-20:]))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean over the micro-batch, computed in float32."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
+def prepare(config: Config) -> Study:
+    """Check the whole configuration and build what the rules share; nothing is compiled yet."""
+    check_positive(config)
+    rules = {name: make_rule(config, name) for name in config.rules}
+    data = load(config.dataset, data_dir=config.data_dir)
+    dtype = jnp.dtype(config.dtype)
+    layers = cj.models.build(config.model, num_classes=data.num_classes, image_shape=data.image_shape, dtype=dtype)
+    layers = (with_augmentation(layers[0], data, dtype), *layers[1:])
+    example = jax.ShapeDtypeStruct((config.batch_per_worker, *data.image_shape), data.image_dtype)
+    model = cj.partition(layers, config.num_stages, by=config.partition, example=example)
+    per_epoch = data.steps_per_epoch(config.global_batch)
+    total = config.steps or max(1, round(config.epochs * per_epoch))
+    schedule = learning_rate(config, per_epoch, total)
+    optimizer = make_optimizer(config, schedule)
+    executors = make_executors(config, model, optimizer, rules)
+    evaluate_batch = jax.jit(lambda *args: _count(model, *args))
+    return Study(config, data, model, optimizer, schedule, executors, total, evaluate_batch)
+
+
+def make_executors(
+    config: Config, model: cj.StagedModel, optimizer: optax.GradientTransformation, rules: dict[str, cj.UpdateRule]
+) -> dict[str, cj.Executor]:
+    """One executor per rule; they share what is compiled where the executor takes the mask as data."""
+    executors: dict[str, Any] = {}
+    for name, rule in rules.items():
+        first = next(iter(executors.values()), None)
+        if hasattr(first, "with_rule"):
+            executors[name] = first.with_rule(rule)
+        else:
+            executors[name] = cj.make_executor(config.executor, model, cross_entropy, optimizer, rule=rule)
+    return executors
+
+
+def with_augmentation(layer: cj.Layer, data: Any, dtype: Any) -> cj.Layer:
+    """The model's first layer, fed with augmented images in training and normalised ones in evaluation."""
+    augment, normalise = make_augment(data)
+
+    def init(key: jax.Array, x: PyTree) -> tuple[PyTree, PyTree]:
+        return layer.init(key, normalise(x).astype(dtype))
+
+    def apply(params: PyTree, state: PyTree, x: PyTree, *, key: jax.Array | None, train: bool) -> tuple[PyTree, PyTree]:
+        # the layer keeps the key it would have had alone, the augmentation gets another
+        x = normalise(x) if key is None or not train else augment(jax.random.fold_in(key, 0xA06), x)
+        return layer.apply(params, state, x.astype(dtype), key=key, train=train)
+
+    return cj.Layer(layer.name, init, apply)
+
+
+def train(study: Study, rule: str, seed: int, on_step: Callable[[int, float], None]) -> Run:
+    """Train one rule with one seed and evaluate it on the test split.
+
+    Args:
+        study: from :func:`prepare`.
+        rule: a key of ``study.executors``.
+        seed: of parameters, data order and dropout.
+        on_step: called with the step and its mean loss, a few steps late.
+
+    Raises:
+        FloatingPointError: as soon as a loss that is not finite is seen; names step and worker.
+    """
+    executor, run = study.executors[rule], Run(rule, seed)
+    carry = executor.init(initial_state(study, executor, seed))
+    batches: Iterator[Any] = study.data.batches(study.config.global_batch, seed)
+    warm_up(study, executor, seed)
+    start, waiting = time.perf_counter(), []
+    for _ in range(study.total_steps):
+        carry, metrics = executor.step(carry, tuple(next(batches)))
+        waiting.append(metrics)
+        if len(waiting) == 8:  # read late, so that the devices never wait for the host
+            _record(run, waiting, on_step)
+    state, last = executor.drain(carry)
+    _record(run, [*waiting, last], on_step)
+    run.seconds = time.perf_counter() - start
+    run.test_accuracy, run.test_loss = evaluate(study, executor, executor.snapshot(executor.init(state)))
+    return run
+
+
+def initial_state(study: Study, executor: cj.Executor, seed: int) -> cj.TrainState:
+    """The same parameters and keys for every rule."""
+    return cj.TrainState.create(study.model, study.optimizer, jax.random.key(seed), num_workers=executor.num_workers)
+
+
+def warm_up(study: Study, executor: cj.Executor, seed: int) -> None:
+    """Compile before the clock starts, on a carry that is thrown away."""
+    batch = tuple(next(study.data.batches(study.config.global_batch, seed)))
+    jax.block_until_ready(executor.step(executor.init(initial_state(study, executor, seed)), batch))
+
+
+def _record(run: Run, waiting: list[cj.Metrics], on_step: Callable[[int, float], None]) -> None:
+    for metrics in waiting:
+        losses, steps = np.asarray(metrics.loss), np.asarray(metrics.step)
+        bad = (steps >= 0) & ~np.isfinite(losses)
+        if bad.any():
+            worker = int(bad.argmax())
+            raise FloatingPointError(
+                f"the loss of worker {worker} at step {steps[worker]} is {losses[worker]} (rule {run.rule}, seed {run.seed})"
+            )
+        if (steps >= 0).any():
+            run.losses.append(float(losses[steps >= 0].mean()))
+            on_step(int(steps.max()), run.losses[-1])
+    waiting.clear()
+
+
+def evaluate(study: Study, executor: cj.Executor, snapshot: cj.Snapshot) -> tuple[float, float]:
+    """Accuracy and mean loss over the test split."""
+    totals = np.zeros(3)
+    for images, labels, valid in study.data.eval_batches(study.config.global_batch):
+        images, labels, valid = jax.device_put((images, labels, valid), executor.batch_sharding)
+        totals += np.asarray(study.evaluate_batch(snapshot.params, snapshot.model_state, images, labels, valid))
+    return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+
+
+def _count(model: cj.StagedModel, params: PyTree, state: PyTree, x: Any, labels: Any, valid: Any) -> jax.Array:
+    logits, _ = model.apply(params, state, x, train=False)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    right = logits.argmax(-1) == labels
+    return jnp.stack([(right & valid).sum(), jnp.where(valid, losses, 0.0).sum(), valid.sum()])
