@@ -27,10 +27,10 @@ class UpdateRule:
 
     Examples:
         >>> print(UpdateRule.cdp_v2(3))
-        cdp-v2    stage 0  1  2
-        worker 0        .  .  x
-        worker 1        .  x  x
-        worker 2        x  x  x
+        cdp-v2    stage 0 1 2
+        worker 0        . . x
+        worker 1        . x x
+        worker 2        x x x
     """
 
     name: str

@@ -145,18 +145,20 @@ class SynchronousExecutor:
 
     # ---- canonical state <-> carry --------------------------------------------------------------------------
 
-    def _carry_specs(self) -> SynchronousCarry:
-        return SynchronousCarry(  # type: ignore[arg-type]
-            step=EVERYWHERE,
-            key=EVERYWHERE,
-            fresh=WORKERS,
-            views=WORKERS,
-            delay=WORKERS,
-            model_state=WORKERS,
-            previous=EVERYWHERE,
+    def _carry_specs(self) -> Any:
+        everywhere: Any = EVERYWHERE
+        workers: Any = WORKERS
+        return SynchronousCarry(
+            step=everywhere,
+            key=everywhere,
+            fresh=workers,
+            views=workers,
+            delay=workers,
+            model_state=workers,
+            previous=everywhere,
         )
 
-    def _carry_shardings(self) -> SynchronousCarry:
+    def _carry_shardings(self) -> Any:
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec),
             self._carry_specs(),

@@ -44,12 +44,9 @@ def _cell(schedule: Schedule, phase: int, before: bool) -> str:
 
 
 def _align(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *rest = widths
-    lines = (
-        "  ".join([row[0].ljust(head), " ".join(cell.ljust(w) for cell, w in zip(row[1:], rest, strict=True))])
-        for row in rows
-    )
+    head = max(len(row[0]) for row in rows)
+    cell = max(len(cell) for row in rows for cell in row[1:])
+    lines = (f"{row[0]:{head}}  " + " ".join(f"{text:{cell}}" for text in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -42,10 +42,10 @@ def test_other_tables_are_not_equal():
 def test_the_period_three_pipeline():
     assert str(Schedule.pipeline(3)) == "\n".join(
         [
-            "tick      0   1   2   3  4   5  6  7  8",
-            "worker 0  F0  F1  F2  B2 -   B1 -  B0 -",
-            "worker 1  -   B0' -   F0 F1  F2 B2 -  B1",
-            "worker 2  B2' -   B1' -  B0' -  F0 F1 F2",
+            "tick      0   1   2   3   4   5   6   7   8",
+            "worker 0  F0  F1  F2  B2  -   B1  -   B0  -",
+            "worker 1  -   B0' -   F0  F1  F2  B2  -   B1",
+            "worker 2  B2' -   B1' -   B0' -   F0  F1  F2",
         ]
     )
 
