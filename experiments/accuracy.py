@@ -46,7 +46,8 @@ def run_study(config: Config) -> str:
 
 def one_run(study: Study, rule: str, seed: int, log: report.Log) -> Run:
     """One rule with one seed, behind a progress bar that shows the loss."""
-    with tqdm(total=study.total_steps, desc=f"{rule} seed {seed}", unit="step") as bar:
+    every = 0.2 if sys.stderr.isatty() else 5.0  # seconds; a log file wants fewer lines
+    with tqdm(total=study.total_steps, desc=f"{rule} seed {seed}", unit="step", mininterval=every) as bar:
 
         def on_step(step: int, loss: float) -> None:
             bar.set_postfix(loss=f"{loss:.4f}", refresh=False)

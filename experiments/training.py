@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import cyclic_jax as cj
+from cyclic_jax.state import snapshot_of
 from experiments.config import Config, check_positive, make_rule
 from experiments.data import load
 from experiments.data.augment import make_augment
@@ -85,7 +86,7 @@ def make_executors(
     """One executor per rule; they share what is compiled where the executor takes the mask as data."""
     executors: dict[str, Any] = {}
     for name, rule in rules.items():
-        first = next(iter(executors.values()), None)
+        first: Any = next(iter(executors.values()), None)
         if hasattr(first, "with_rule"):
             executors[name] = first.with_rule(rule)
         else:
@@ -133,7 +134,7 @@ def train(study: Study, rule: str, seed: int, on_step: Callable[[int, float], No
     state, last = executor.drain(carry)
     _record(run, [*waiting, last], on_step)
     run.seconds = time.perf_counter() - start
-    run.test_accuracy, run.test_loss = evaluate(study, executor, executor.snapshot(executor.init(state)))
+    run.test_accuracy, run.test_loss = evaluate(study, executor, snapshot_of(state))
     return run
 
 
