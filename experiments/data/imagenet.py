@@ -104,7 +104,7 @@ class ImageNet:
         num_classes: labels lie in ``[0, num_classes)``, checked as batches are read.
 
     Raises:
-        ValueError: for a negative ``worker_count`` or a ``image_size`` below 1.
+        ValueError: for a negative ``worker_count`` or an ``image_size`` below 1.
     """
 
     train: Sequence[Example]
