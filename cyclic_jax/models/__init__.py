@@ -29,22 +29,24 @@ def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], **o
     Args:
         name: a key of ``MODELS``.
         num_classes: outputs.
-        image_shape: ``(H, W, C)``; ResNets take their CIFAR form up to 64 pixels.
+        image_shape: ``(H, W, C)``; ResNets take their CIFAR form up to 64 pixels, ViTs need ``H = W``.
         options: of the model.
 
     Raises:
-        ValueError: for an unknown name, with the nearest known one.
+        ValueError: for an unknown name, with the nearest known one; for a ViT on images that are not square.
 
     Examples:
         >>> len(build("tiny_resnet", num_classes=10, image_shape=(8, 8, 1)))
         8
     """
-    height, _, channels = image_shape
+    height, width, channels = image_shape
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown model {name!r}: did you mean {near!r}? Known: {', '.join(MODELS)}")
     if name == "residual_mlp":
         return residual_mlp(num_classes, in_features=prod(image_shape), **options)
     if name == "vit_b16":
+        if height != width:
+            raise ValueError(f"vit_b16 needs square images, not image_shape={image_shape}")
         return vit_b16(num_classes, image_size=height, in_channels=channels, **options)
     return MODELS[name](num_classes, small_images=height <= SMALL, in_channels=channels, **options)

@@ -25,6 +25,7 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
         **dtypes: Any,
     ):
+        self.image_size = image_size
         tokens = (image_size // patch) ** 2 + 1
         self.patches = nnx.Conv(in_channels, width, (patch, patch), strides=patch, padding="VALID", rngs=rngs, **dtypes)
         self.class_token = nnx.Param(jnp.zeros((1, 1, width), dtypes["param_dtype"]))
@@ -33,7 +34,10 @@ class Embedding(nnx.Module):
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[B, H, W, in_channels]`` to ``[B, tokens, width]``."""
+        """``[B, image_size, image_size, in_channels]`` to ``[B, tokens, width]``; ValueError for other sizes."""
+        size = self.image_size
+        if x.shape[1:3] != (size, size):  # less than a patch would leave the class token alone, and broadcast
+            raise ValueError(f"images are {x.shape[1]}x{x.shape[2]}, but the positions are those of {size}x{size}")
         x = self.patches(x)
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
