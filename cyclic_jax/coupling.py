@@ -41,8 +41,8 @@ def mixed_stages(optimizer: optax.GradientTransformation, params: Sequence[PyTre
     update = jax.make_jaxpr(optimizer.update)(structs, state, structs).jaxpr
     inputs = [*owners, *[None] * num_state, *owners]  # gradients, state, parameters
 
-    at_init = _needs(jax.make_jaxpr(optimizer.init)(structs).jaxpr)
-    needs = _needs(update)
+    at_init = needed_inputs(jax.make_jaxpr(optimizer.init)(structs).jaxpr)
+    needs = needed_inputs(update)
     state_stages = [{owners[k] for k in at_init[s]} for s in range(num_state)]
     changed = True
     while changed:
@@ -55,8 +55,8 @@ def mixed_stages(optimizer: optax.GradientTransformation, params: Sequence[PyTre
     return None
 
 
-def _needs(jaxpr: Any) -> list[set[int]]:
-    """For each output of a jaxpr, the inputs that it needs."""
+def needed_inputs(jaxpr: Any) -> list[set[int]]:
+    """For each output of a jaxpr, the places of the inputs that it needs."""
     rows = []
     for index in range(len(jaxpr.outvars)):
         used = [k == index for k in range(len(jaxpr.outvars))]

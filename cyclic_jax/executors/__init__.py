@@ -7,12 +7,13 @@ import optax
 from jax.sharding import Mesh
 
 from cyclic_jax.executors.base import Executor, Loss
+from cyclic_jax.executors.replicated import ReplicatedExecutor
 from cyclic_jax.executors.synchronous import SynchronousExecutor
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
 from cyclic_jax.stages import StagedModel
 
-EXECUTORS: dict[str, Any] = {"synchronous": SynchronousExecutor}
+EXECUTORS: dict[str, Any] = {"synchronous": SynchronousExecutor, "replicated": ReplicatedExecutor}
 
 __all__ = ["EXECUTORS", "Executor", "make_executor"]
 

@@ -36,3 +36,19 @@ def check_mesh(mesh: Mesh, num_workers: int) -> Mesh:
     if mesh.axis_names == (CYCLIC, DATA):
         return Mesh(mesh.devices.T, (DATA, CYCLIC))
     return Mesh(mesh.devices, (DATA, CYCLIC))
+
+
+def ring_mesh(mesh: Mesh | None, num_workers: int) -> Mesh:
+    """The mesh of an executor that puts each worker on a device of its own.
+
+    Raises:
+        ValueError: if there are fewer devices than workers, or the mesh has another number along ``cyclic``.
+    """
+    if mesh is None and len(jax.devices()) < num_workers:
+        raise ValueError(f"{num_workers} workers need a device each, and there are {len(jax.devices())}")
+    mesh = default_mesh(num_workers) if mesh is None else check_mesh(mesh, num_workers)
+    if mesh.shape[CYCLIC] != num_workers:
+        raise ValueError(
+            f"{num_workers} workers need a device each, and the mesh has {mesh.shape[CYCLIC]} along 'cyclic'"
+        )
+    return mesh

@@ -34,7 +34,8 @@ class Message:
         tick: the last tick of the sending op, modulo the period: it is sent when this tick ends.
         sender: worker, or device for ``"activations"``.
         receiver: likewise.
-        kind: ``"partial"`` and ``"sum"`` of gradients, ``"forward_parameters"``, ``"backward_parameters"``, ``"activation"``
+        kind: ``"partial"``, ``"hand_off"`` and ``"sum"`` of gradients (the hand-off is the finished sum's first hop),
+            ``"forward_parameters"``, ``"backward_parameters"``, ``"activation"``
             or ``"cotangent"``.
         stage: whose gradient, parameters or input this is.
         slack: whole ticks between the end of the sending op and the start of the one that needs it.
@@ -107,7 +108,7 @@ def _gradients(schedule: Schedule) -> list[Dependency]:
     for j in range(schedule.num_stages):
         forward, backward, e = Op(FORWARD, j), Op(BACKWARD, j), first_user(schedule, j)
         found += _partial_sums(backward, j, N)
-        found.append(_between_workers("sum", j, (backward, N - 1, 0), (forward, e, 1)))
+        found.append(_between_workers("hand_off", j, (backward, N - 1, 0), (forward, e, 1)))
         for k in range(e, e + N - 1):
             # worker k mod N of the next round belongs to the training step after
             here, there = (forward, k % N, 1 + k // N), (forward, (k + 1) % N, 1 + (k + 1) // N)
@@ -131,7 +132,7 @@ def _states(schedule: Schedule) -> list[Dependency]:
         for kind, op in (("forward_parameters", forward), ("backward_parameters", backward)):
             found += [_between_workers(kind, j, (op, i, 0), (op, (i + 1) % N, (i + 1) // N)) for i in range(N)]
         found += _partial_sums(backward, j, N)
-        found.append(_between_workers("sum", j, (backward, N - 1, 0), (forward, N - 1 - j, 1)))
+        found.append(_between_workers("hand_off", j, (backward, N - 1, 0), (forward, N - 1 - j, 1)))
     return found
 
 

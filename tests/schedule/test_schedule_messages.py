@@ -50,7 +50,7 @@ def replay(schedule: Schedule, fresh: np.ndarray, start: int = 0, steps: int = 4
                 if op.kind == "B":
                     assert partial.pop((i, j), 0) == i, "the gradients of all workers before have arrived"
                 load = newest.get((i, j)) if op.kind == "F" else i + 1 if i < N - 1 else start + step
-                kind = "partial" if op.kind == "B" and i < N - 1 else "sum"
+                kind = "sum" if op.kind == "F" else "partial" if i < N - 1 else "hand_off"
                 leaving = [m for m in messages if (m.sender, m.stage, m.kind, m.tick) == (i, j, kind, tick % period)]
                 if load is not None:
                     for m in leaving:
@@ -91,7 +91,8 @@ def test_gradient_traffic_is_even_and_small(n):
     assert len(messages) == sum(2 * (n - 1) + (j > 0) for j in range(n))
     slack = {m.slack for m in messages if m.kind == "partial"}
     assert slack == {1}
-    assert min(m.slack for m in messages if m.kind == "sum") == 0
+    assert {m.slack for m in messages if m.kind == "sum"} == ({1} if n > 1 else set())
+    assert {m.slack for m in messages if m.kind == "hand_off"} == {0}
 
 
 def test_pipeline_messages_have_no_slack_with_one_op_a_tick():
@@ -107,7 +108,7 @@ def test_state_traffic(n):
     kinds = collections.Counter(m.kind for m in messages)
     assert kinds["forward_parameters"] == kinds["backward_parameters"] == n * n
     assert kinds["partial"] == n * (n - 1)
-    assert kinds["sum"] == n - 1  # the owner of stage 0 completes its sum itself
+    assert kinds["hand_off"] == n - 1  # the owner of stage 0 completes its sum itself
     assert {m.slack for m in messages if "parameters" in m.kind} == {1}
 
 
