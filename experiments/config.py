@@ -28,8 +28,9 @@ class Config:
     """tiny_resnet, residual_mlp, resnet18, resnet50 or vit_b16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters are float32."""
-    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2")
-    """dp, cdp-v1, cdp-v2, or cdp-v2-published: the mask of the authors' code, for the synchronous executor only."""
+    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2", "cdp-v2@replicated")
+    """dp, cdp-v1, cdp-v2, or cdp-v2-published: the mask of the authors' code, for the synchronous executor only. A rule may
+    name its executor: cdp-v2@replicated."""
     num_workers: int = 4
     """N: micro-batches of a step."""
     num_stages: int = 4
@@ -37,7 +38,7 @@ class Config:
     partition: Literal["flops", "params", "layers"] = "flops"
     """What the stages are balanced by."""
     executor: str = "synchronous"
-    """How the rule is realised."""
+    """How rules are realised that do not name their executor: synchronous or replicated."""
     devices: int | None = None
     """Simulated CPU devices; by default one for each worker. Without effect on GPUs and TPUs."""
     seeds: int = 3
@@ -73,7 +74,7 @@ class Config:
         return self.num_workers * self.batch_per_worker
 
 
-_AUTHORS = Config(num_workers=8, num_stages=4, schedule="step", seeds=1)
+_AUTHORS = Config(rules=("dp", "cdp-v1", "cdp-v2"), num_workers=8, num_stages=4, schedule="step", seeds=1)
 _CIFAR = replace(_AUTHORS, dataset="cifar10", batch_per_worker=64, lr=0.05, drop_factor=0.2, epochs=101)
 _IMAGENET = replace(
     _AUTHORS, dataset="imagenet2012", batch_per_worker=32, lr=0.1, weight_decay=1e-4, drop_factor=0.1, epochs=91
@@ -97,11 +98,18 @@ def published_mask(num_workers: int, num_stages: int) -> np.ndarray:
     return workers + stages >= num_stages - 1
 
 
-def make_rule(config: Config, name: str) -> cj.UpdateRule:
-    """The rule of that name for the configured workers and stages."""
+def rule_and_executor(config: Config, entry: str) -> tuple[str, str]:
+    """``cdp-v2@replicated`` names both; without ``@`` the executor is the configured one."""
+    name, _, executor = entry.partition("@")
+    return name, executor or config.executor
+
+
+def make_rule(config: Config, entry: str) -> cj.UpdateRule:
+    """The rule of an entry of ``config.rules``, for the configured workers and stages."""
+    name, executor = rule_and_executor(config, entry)
     if name != "cdp-v2-published":
         return cj.UpdateRule.named(name, config.num_workers, config.num_stages)
-    if config.executor != "synchronous":
+    if executor != "synchronous":
         raise ValueError(f"rule {name!r} is one that no cyclic schedule can run: only --executor synchronous can")
     return cj.UpdateRule.custom(published_mask(config.num_workers, config.num_stages), name=name)
 

@@ -12,7 +12,7 @@ import optax
 
 import cyclic_jax as cj
 from cyclic_jax.state import snapshot_of
-from experiments.config import Config, check_positive, make_rule
+from experiments.config import Config, check_positive, make_rule, rule_and_executor
 from experiments.data import load
 from experiments.data.augment import make_augment
 from experiments.optimizers import learning_rate, make_optimizer
@@ -85,12 +85,14 @@ def make_executors(
 ) -> dict[str, cj.Executor]:
     """One executor per rule; they share what is compiled where the executor takes the mask as data."""
     executors: dict[str, Any] = {}
-    for name, rule in rules.items():
-        first: Any = next(iter(executors.values()), None)
-        if hasattr(first, "with_rule"):
-            executors[name] = first.with_rule(rule)
-        else:
-            executors[name] = cj.make_executor(config.executor, model, cross_entropy, optimizer, rule=rule)
+    shared: Any = None
+    for entry, rule in rules.items():
+        _, name = rule_and_executor(config, entry)
+        if name == "synchronous" and shared is not None:
+            executors[entry] = shared.with_rule(rule)
+            continue
+        executors[entry] = cj.make_executor(name, model, cross_entropy, optimizer, rule=rule)
+        shared = executors[entry] if name == "synchronous" else shared
     return executors
 
 

@@ -31,13 +31,17 @@ def make_executor(
     """An executor by name.
 
     Args:
-        name: ``"synchronous"``: all workers at once, gradients averaged by all-reduce; any rule, any optimizer.
+        name: ``"synchronous"``: all workers at once, gradients averaged by all-reduce; any rule, any optimizer, any number of
+            devices that divides N. ``"replicated"``: workers staggered by the schedule, one device each, gradients point to
+            point; any rule that the schedule can run, any optimizer that treats each stage on its own.
         model: from :func:`cyclic_jax.partition`.
         loss: ``loss(outputs, targets) -> scalar``, the mean over the micro-batch it is given.
         optimizer: any optax transformation.
         rule: which worker sees which version of which stage.
-        schedule: checked against the rule if given.
-        mesh: axes ``("cyclic",)`` or ``("data", "cyclic")``; by default one ring over as many devices as divide N.
+        schedule: what to run, for the staggered executors (by default the cyclic one); for the synchronous one it is only
+            checked against the rule.
+        mesh: axes ``("cyclic",)`` or ``("data", "cyclic")``; by default one ring, over N devices or
+            (synchronous) as many as divide N.
 
     Raises:
         ValueError: for an unknown name, a rule that does not fit the model, a schedule that cannot run the rule, or a

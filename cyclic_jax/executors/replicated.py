@@ -294,9 +294,7 @@ class ReplicatedExecutor:
         )
         period = Period(plan, Clock(carry.calls, carry.first_step, carry.key), batch)
         blocks = jnp.arange(self.rule.num_workers, dtype=jnp.int32)
-        memory, _ = jax.lax.scan(
-            lambda memory, b: (period.block(memory, b), None), memory, jnp.arange(self.ring_size, dtype=jnp.int32)
-        )
+        memory, _ = jax.lax.scan(lambda memory, b: (period.block(memory, b), None), memory, blocks)
         return jax.tree.map(lambda leaf: leaf[None], memory)
 
     def _update(self, gradient: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

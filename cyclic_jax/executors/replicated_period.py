@@ -58,8 +58,9 @@ class Clock:
 class Period:
     """The body of one period's blocks on one device.
 
-    ``i`` is the device's place in the ring, ``t`` its own step since the start; below 0 it has not begun, and everything it might do
-    is a bubble. Draining (``batch`` is ``None``) no worker begins a step, and a finished sum is kept where it arrives first.
+    ``i`` is the device's place in the ring, ``t`` its own step since the start; below 0 it has not begun, and everything it
+    might do is a bubble. Draining (``batch`` is ``None``) no worker begins a step, and a finished sum is kept where it arrives
+    first.
     """
 
     def __init__(self, plan: Plan, clock: Clock, batch: Batch | None):

@@ -14,7 +14,8 @@ from experiments.config import PRESETS, Config, make_rule, published_mask
 from experiments.optimizers import learning_rate
 from experiments.training import evaluate, initial_state, prepare, train
 
-SMALL = Config(model="residual_mlp", num_workers=2, num_stages=2, batch_per_worker=16, steps=100, seeds=2, lr=0.005)
+SMALL = Config(
+    rules=("dp", "cdp-v1", "cdp-v2"), model="residual_mlp", num_workers=2, num_stages=2, batch_per_worker=16, steps=100, seeds=2, lr=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,16 @@ def test_rules_share_their_start_and_part_where_they_should(finished):
         # cdp-v1 sees its first update one step late: its second loss is that of the same parameters
         assert len({loss[rule, seed, 1] for rule in SMALL.rules}) == 3
     assert loss["dp", 0, 0] != loss["dp", 1, 0]
+
+
+def test_a_rule_may_name_its_executor():
+    """The replicated executor sees what the synchronous one sees, in another order of operations."""
+    study = prepare(dataclasses.replace(SMALL, rules=("cdp-v2", "cdp-v2@replicated"), steps=20))
+    synchronous, replicated = (train(study, rule, 0, lambda step, loss: None) for rule in study.executors)
+    # the first step of the replicated executor has no loss of worker 1 yet: compare what each step's mean is made of
+    assert len(replicated.losses) == 20
+    np.testing.assert_allclose(replicated.losses, synchronous.losses, rtol=1e-3)
+    assert replicated.test_accuracy == pytest.approx(synchronous.test_accuracy, abs=0.02)
 
 
 def test_pictures_and_scalars_are_written(finished):
