@@ -16,10 +16,10 @@ from cyclic_jax.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class UpdateRule:
-    """A mask and its name.
+    """A mask and its name. Rules with the same mask are equal, whatever they are called.
 
     Attributes:
-        name: for tables and errors.
+        name: for tables and errors; not compared, as in a schedule.
         fresh: bool ``[N, S]``, read-only.
 
     Raises:
@@ -117,12 +117,13 @@ class UpdateRule:
         """Refuse a schedule that cannot run this rule.
 
         Raises:
-            ValueError: naming the first cell that would need parameters that do not exist yet.
+            ValueError: naming the first cell that would need parameters that do not exist yet, or the two shapes if they differ;
+                the schedule and the rule are drawn.
         """
         if self.fresh.shape != schedule.feasible.shape:
             raise ValueError(
                 f"rule {self.name!r} is for {self.num_workers} workers and {self.num_stages} stages, the schedule for "
-                f"{schedule.num_workers} and {schedule.num_stages}"
+                f"{schedule.num_workers} and {schedule.num_stages}:\n{schedule}\n{self}"
             )
         for i, j in np.argwhere(self.fresh & ~schedule.feasible):
             raise ValueError(
@@ -133,10 +134,10 @@ class UpdateRule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, UpdateRule):
             return NotImplemented
-        return self.name == other.name and np.array_equal(self.fresh, other.fresh)
+        return np.array_equal(self.fresh, other.fresh)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.fresh.shape, self.fresh.tobytes()))
+        return hash((self.fresh.shape, self.fresh.tobytes()))
 
     def __str__(self) -> str:
         head = max(len(self.name), len(f"worker {self.num_workers - 1}"))

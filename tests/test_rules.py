@@ -28,12 +28,21 @@ def test_value_semantics():
     assert UpdateRule.cdp_v2(3) == UpdateRule.custom(UpdateRule.cdp_v2(3).fresh, "cdp-v2")
     assert hash(UpdateRule.cdp_v2(3)) == hash(UpdateRule.cdp_v2(3))
     assert UpdateRule.cdp_v2(3) != UpdateRule.cdp_v1(3)
+    assert UpdateRule.dp(2, 3) != UpdateRule.dp(3, 2)
     with pytest.raises(ValueError, match="read-only"):
         UpdateRule.cdp_v2(3).fresh[0, 0] = True
     mask = np.zeros((2, 2), bool)
     rule = UpdateRule.custom(mask)
     mask[0, 0] = True
     assert not rule.fresh.any()
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_the_freshest_rule_of_the_cyclic_schedule_is_cdp_v2(n):
+    for s in (s for s in range(1, 17) if 2 * s % n == 0):
+        freshest, v2 = UpdateRule.freshest(Schedule.cyclic(n, s)), UpdateRule.cdp_v2(n, s)
+        assert freshest == v2
+        assert hash(freshest) == hash(v2)
 
 
 def test_tiled():
@@ -71,5 +80,6 @@ def test_refused():
         UpdateRule.cdp_v2(3, 2)
     with pytest.raises(ValueError, match="num_workers=0"):
         UpdateRule.dp(0, 2)
-    with pytest.raises(ValueError, match="is for 3 workers and 3 stages, the schedule for 4 and 4"):
+    with pytest.raises(ValueError, match="is for 3 workers and 3 stages, the schedule for 4 and 4") as error:
         UpdateRule.cdp_v2(3).check(Schedule.cyclic(4))
+    assert str(Schedule.cyclic(4)) in str(error.value)

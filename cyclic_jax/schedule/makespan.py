@@ -3,9 +3,9 @@
 Lockstep (``overlap=False``): all meet at the end of every tick, so a tick lasts as long as its longest worker, and every tick in
 which somebody sends lasts one transfer more. An op of several ticks spreads its time evenly over them.
 
-With overlap: an op starts when the resource it runs on (the worker, or the stage's device for ``moving="activations"``) is free and
-all it needs has arrived. The steps are replayed until they repeat: such a (max, plus) system becomes periodic, and then the
-time per step is exact.
+With overlap: an op starts when the resource it runs on (the worker, or the stage's device for ``moving="activations"``) has
+finished the op before it in the table and all it needs has arrived, one transfer after it was sent. The time per step is that
+of the slowest cycle of such waits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cyclic_jax.schedule.cycle_time import cycle_time
 from cyclic_jax.schedule.messages import Moving, dependencies
 from cyclic_jax.schedule.ops import BACKWARD, FORWARD, Op
 
@@ -22,29 +23,44 @@ if TYPE_CHECKING:
     from cyclic_jax.schedule.table import Schedule
 
 Costs = float | Sequence[float]
-Node = tuple[Op, int]  # op and worker
-MAX_STEPS = 400
 
 
 def makespan(
     schedule: Schedule, forward: Costs, backward: Costs, overlap: bool, transfer: float, moving: Moving
 ) -> float:
     """Time of one training step, in the unit of the costs."""
-    S = schedule.num_stages
-    cost = {FORWARD: _per_stage("forward", forward, S), BACKWARD: _per_stage("backward", backward, S)}
+    times = _times(schedule, forward, backward, moving)
+    if not 0 <= transfer < np.inf:
+        raise ValueError(f"transfer={transfer!r}: expected a finite time, 0 or more")
+    return (_overlapped if overlap else _lockstep)(schedule, times, transfer, moving)
+
+
+def ideal(schedule: Schedule, forward: Costs, backward: Costs, moving: Moving) -> float:
+    """Time of the work of the busiest resource."""
+    busy: dict[int, float] = {}
+    for op, time in _times(schedule, forward, backward, moving).items():
+        for worker in range(schedule.num_workers):
+            who = _resource(op, worker, moving)
+            busy[who] = busy.get(who, 0.0) + time
+    return max(busy.values())
+
+
+def _times(schedule: Schedule, forward: Costs, backward: Costs, moving: Moving) -> dict[Op, float]:
     if moving not in ("gradients", "activations"):
         raise ValueError(f"moving={moving!r}: expected 'gradients' or 'activations'")
-    times = {op: cost[op.kind][op.stage] for op in schedule.slots}
-    if overlap:
-        return _replay(schedule, times, transfer, moving)
-    return _lockstep(schedule, times, transfer, moving)
+    S = schedule.num_stages
+    cost = {FORWARD: _per_stage("forward", forward, S), BACKWARD: _per_stage("backward", backward, S)}
+    return {op: float(cost[op.kind][op.stage]) for op in schedule.slots}
+
+
+def _resource(op: Op, worker: int, moving: Moving) -> int:
+    return op.stage if moving == "activations" else worker
 
 
 def _per_stage(name: str, costs: Costs, num_stages: int) -> np.ndarray:
-    values = (
-        np.broadcast_to(np.asarray(costs, float), (num_stages,)) if np.ndim(costs) == 0 else np.asarray(costs, float)
-    )
-    if values.shape != (num_stages,) or not (values > 0).all():
+    values = np.asarray(costs, float)
+    values = np.broadcast_to(values, (num_stages,)) if values.ndim == 0 else values
+    if values.shape != (num_stages,) or not ((values > 0) & np.isfinite(values)).all():
         raise ValueError(f"{name}={costs!r}: expected a positive time, or one for each of {num_stages} stages")
     return values
 
@@ -55,39 +71,30 @@ def _lockstep(schedule: Schedule, times: dict[Op, float], transfer: float, movin
         busy: dict[int, float] = {}
         for worker in range(schedule.num_workers):
             for op, _ in schedule.ops_at(tick, worker):
-                who = op.stage if moving == "activations" else worker
+                who = _resource(op, worker, moving)
                 busy[who] = busy.get(who, 0.0) + times[op] / schedule.slots[op].length
         total += max(busy.values(), default=0.0)
     sending = {message.tick for message in schedule.messages(moving)} if transfer else set()
     return total + transfer * len(sending)
 
 
-def _replay(schedule: Schedule, times: dict[Op, float], transfer: float, moving: Moving) -> float:
+def _overlapped(schedule: Schedule, times: dict[Op, float], transfer: float, moving: Moving) -> float:
+    # an event is an op of a worker, a round is one period: which op of which step falls into it does not matter
     place = {op: k for k, op in enumerate(schedule.slots)}
-    nodes = [(op, worker) for op in schedule.slots for worker in range(schedule.num_workers)]
-    nodes.sort(key=lambda node: (schedule.start(*node), place[node[0]]))
-    needs: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
+    events = [(op, worker) for op in schedule.slots for worker in range(schedule.num_workers)]
+    events.sort(key=lambda event: (schedule.start(*event) % schedule.period, place[event[0]], event[1]))
+    number = {event: k for k, event in enumerate(events)}
+
+    edges: list[tuple[int, int, float, int]] = []  # source, target, weight, tokens
+    queues: dict[int, list[int]] = {}
+    for k, (op, worker) in enumerate(events):
+        queues.setdefault(_resource(op, worker, moving), []).append(k)
+    for queue in queues.values():
+        for before, after in zip([queue[-1], *queue], queue, strict=False):
+            edges.append((before, after, times[events[after][0]], int(after <= before)))
     for d in dependencies(schedule, moving):
-        needs[d.needed[:2]].append((d.leaves[:2], d.needed[2] - d.leaves[2]))
-
-    # the table's own order over several steps is one in which all that an op needs comes before it
-    in_order = sorted(
-        (schedule.start(*node, step), place[node[0]], step, node) for step in range(MAX_STEPS) for node in nodes
-    )
-    ends: dict[Node, list[float]] = {node: [] for node in nodes}
-    free: dict[int, float] = {}
-    for _, _, step, node in in_order:
-        resource = node[0].stage if moving == "activations" else node[1]
-        arrived = [ends[source][step - back] + transfer for source, back in needs[node] if step >= back]
-        free[resource] = max([free.get(resource, 0.0), *arrived]) + times[node[0]]
-        ends[node].append(free[resource])
-    return _period_of(np.array([ends[node] for node in nodes]), schedule.num_workers)
-
-
-def _period_of(ends: np.ndarray, num_workers: int) -> float:
-    """Time per step, once the last steps repeat those before. ``ends`` is ``[ops, steps]``."""
-    for cycle in range(1, 2 * num_workers + 1):
-        gain = ends[:, -2 * cycle :] - ends[:, -3 * cycle : -cycle]
-        if np.allclose(gain, gain[0, 0], rtol=1e-12, atol=0):
-            return float(gain[0, 0]) / cycle
-    raise RuntimeError(f"the schedule has not become periodic within {ends.shape[1]} steps")
+        rounds = schedule.start(*d.needed) // schedule.period - schedule.start(*d.leaves) // schedule.period
+        sent = transfer if d.ends[0] != d.ends[1] else 0.0
+        edges.append((number[d.leaves[:2]], number[d.needed[:2]], times[d.needed[0]] + sent, rounds))
+    source, target, weight, tokens = (np.array(column) for column in zip(*edges, strict=True))
+    return cycle_time(source, target, weight, tokens, len(events))

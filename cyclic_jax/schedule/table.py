@@ -135,7 +135,12 @@ class Schedule:
 
     @cached_property
     def feasible(self) -> np.ndarray:
-        """Bool ``[N, S]``, read-only: may worker i use the newest version of stage j in its forward?"""
+        """Bool ``[N, S]``, read-only: may worker i use the newest version of stage j in its forward? (derived)
+
+        Examples:
+            >>> Schedule.cyclic(3).feasible.astype(int).tolist()
+            [[0, 0, 1], [0, 1, 1], [1, 1, 1]]
+        """
         return derived.feasible(self)
 
     def live_activations(self, stage_bytes: Sequence[float] | None = None) -> np.ndarray:
@@ -143,6 +148,13 @@ class Schedule:
 
         Counted from the start of a stage's forward to the end of its backward, in stages, or weighed by ``stage_bytes``. Sum over
         axis 0 for all workers together.
+
+        Raises:
+            ValueError: unless ``stage_bytes`` has S entries.
+
+        Examples:
+            >>> Schedule.cyclic(3).live_activations().sum(axis=0).tolist()  # N(N+1)/2 at every tick (derived)
+            [6, 6, 6, 6, 6, 6]
         """
         return derived.live_activations(self, stage_bytes)
 
@@ -175,8 +187,27 @@ class Schedule:
             overlap: false: all meet at the end of every tick; true: an op waits only for what it needs.
             transfer: time of one message.
             moving: which messages bind; with ``"activations"`` the resource is the stage's device, not the worker.
+
+        Raises:
+            ValueError: for costs that are not finite and positive or not S many, a negative ``transfer``, an unknown ``moving``.
+
+        Examples:
+            A backward of two forwards costs a third more than the ideal if all wait for each other at every tick (derived):
+
+            >>> schedule = Schedule.cyclic(4)
+            >>> schedule.makespan(1, 2), schedule.makespan(1, 2, overlap=True), schedule.ideal(1, 2)
+            (16.0, 12.0, 12.0)
         """
         return makespan.makespan(self, forward, backward, overlap, transfer, moving)
+
+    def ideal(
+        self, forward: Costs, backward: Costs, moving: Literal["gradients", "activations"] = "gradients"
+    ) -> float:
+        """The least time that any order of the ops could take: the work of one worker, or of the busiest stage's device.
+
+        Arguments and errors are those of :meth:`makespan`.
+        """
+        return makespan.ideal(self, forward, backward, moving)
 
 
 def _validate(schedule: Schedule) -> None:

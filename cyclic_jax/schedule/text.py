@@ -60,7 +60,9 @@ def parse(drawing: str) -> Table:
     if len(rows) < 2 or rows[0][0] != "tick" or any(row[:1] != ["worker"] for row in rows[1:]):
         raise ValueError(f"not a schedule: expected a line 'tick 0 1 …' and lines 'worker 0 …', got\n{drawing}")
     period, grid = len(rows[0]) - 1, [row[2:] for row in rows[1:]]
-    for worker, cells in enumerate(grid):
+    for worker, (cells, row) in enumerate(zip(grid, rows[1:], strict=True)):
+        if row[1:2] != [str(worker)]:
+            raise ValueError(f"row {worker} is headed {' '.join(row[:2])!r} instead of 'worker {worker}':\n{drawing}")
         if len(cells) != period:
             raise ValueError(f"worker {worker} has {len(cells)} cells, the header has {period} ticks:\n{drawing}")
     program = _read_program(grid[0])
@@ -96,7 +98,8 @@ def _read_offset(grid: list[list[str]]) -> int:
                 return tick
         raise ValueError(f"worker {worker} has no {first}")
 
-    return tick_of_first(1) - tick_of_first(0)
+    # worker 1's F0 of this step may lie in the next period, its F0 of the step before is then in this one
+    return (tick_of_first(1) - tick_of_first(0)) % len(grid[0])
 
 
 def _check_rows(grid: list[list[str]], table: Table, drawing: str) -> None:

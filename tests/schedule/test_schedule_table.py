@@ -34,6 +34,33 @@ def test_parse_reads_back_what_str_draws(schedule):
     assert Schedule.parse(str(schedule)) == schedule
 
 
+@st.composite
+def any_tables(draw) -> Schedule:
+    """Any valid table: idle ticks anywhere, long ops, shared ticks, whatever offset fits."""
+    stages, workers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    free, program = draw(st.integers(0, 4)), []
+    for op in [Op("F", j) for j in range(stages)] + [Op("B", j) for j in reversed(range(stages))]:
+        length = draw(st.sampled_from([1, 1, 2, 3]))
+        shares = program and length == program[-1].length == 1 and draw(st.booleans())
+        start = program[-1].start if shares else free + draw(st.integers(0, 1))
+        program.append(Slot(op, start, length))
+        free = start + length
+    period = free + draw(st.integers(0, 3))
+    offset = draw(st.integers(0, (period - 1) // max(workers - 1, 1)))
+    return Schedule(workers, stages, tuple(program), period, offset)
+
+
+@given(any_tables())
+def test_parse_reads_back_any_table(schedule):
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_parse_reads_an_f0_that_lies_in_the_next_period():
+    schedule = Schedule(2, 1, (Slot(Op("F", 0), 2), Slot(Op("B", 0), 3)), 4, 3)
+    assert str(schedule).splitlines()[2].split() == ["worker", "1", ".", "F0'", "B0'", "."]
+    assert Schedule.parse(str(schedule)) == schedule
+
+
 def test_other_tables_are_not_equal():
     assert Schedule.cyclic(2) != Schedule.simultaneous(2, 2)
     assert Schedule.cyclic(2) == Schedule.one_f_one_b(2, 2).__class__.cyclic(2, 2)
@@ -121,6 +148,7 @@ F0, F1, B0, B1 = Op("F", 0), Op("F", 1), Op("B", 0), Op("B", 1)
         (lambda: Schedule.parse("hello"), "not a schedule"),
         (lambda: Schedule.parse("tick 0 1\nworker 0 F0"), "worker 0 has 1 cells, the header has 2"),
         (lambda: Schedule.parse("tick 0 1\nworker 0 F0 X0"), "'X0' is no op"),
+        (lambda: Schedule.parse("tick 0 1\nworker 1 F0 B0"), "row 0 is headed 'worker 1' instead of 'worker 0'"),
         (lambda: Schedule.parse("tick 0 1\nworker 0 - F0"), "goes on after no op"),
         (
             lambda: Schedule.parse("tick 0 1\nworker 0 F0 B0\nworker 1 B0 F0"),
