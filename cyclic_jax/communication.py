@@ -30,7 +30,7 @@ class Collective:
     groups: str = ""
 
 
-def collectives(compiled_text: str) -> tuple[Collective, ...]:
+def collectives(compiled_text: str | None) -> tuple[Collective, ...]:
     """The collectives in a compiled program's text, each once however often a loop runs it.
 
     Args:
@@ -42,7 +42,7 @@ def collectives(compiled_text: str) -> tuple[Collective, ...]:
         (Collective(kind='collective-permute', num_bytes=16, pairs=((0, 1), (1, 2)), groups=''),)
     """
     found = []
-    for line in compiled_text.splitlines():
+    for line in (compiled_text or "").splitlines():
         match = re.search(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
         if match:
             found.append(Collective(match[2], _num_bytes(match[1], bool(match[3])), _pairs(line), _groups(line)))
@@ -75,7 +75,7 @@ def cyclic_traffic(schedule: Schedule, stage_bytes: Sequence[int]) -> np.ndarray
 
     Examples:
         >>> cyclic_traffic(Schedule.cyclic(2), [10, 10]).tolist()
-        [[10.0, 10.0, 10.0, 0.0], [0.0, 10.0, 10.0, 10.0]]
+        [[0.0, 10.0, 10.0, 10.0], [10.0, 0.0, 10.0, 0.0]]
     """
     if len(stage_bytes) != schedule.num_stages:
         raise ValueError(f"{len(stage_bytes)} stage sizes for {schedule.num_stages} stages")
