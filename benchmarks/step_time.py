@@ -31,6 +31,8 @@ class Config:
     """N; as many stages."""
     batch_per_worker: int = 2048
     """B."""
+    executors: tuple[str, ...] = ("dp", "v1 replicated", "v2 replicated", "balanced replicated")
+    """dp must be among them."""
     repeats: int = 7
     """Timed rounds; in each, every executor makes one measurement."""
     steps: int = 2
@@ -44,7 +46,7 @@ def main(config: Config) -> None:
     if config.one_thread:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     cj.simulate_devices(config.num_workers)
-    runs = {name: start(name, config) for name in ("dp", "v1 replicated", "v2 replicated", "balanced replicated")}
+    runs = {name: start(name, config) for name in config.executors}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(config.repeats):
         for name, run in runs.items():

@@ -48,7 +48,8 @@ def delay_by_stage(
     traced; it may change from step to step, and a stage that turns fresh receives all that it missed.
 
     Args:
-        inner: any optimizer. Updates are kept in the dtype of the parameters.
+        inner: any optimizer. Updates wait in the dtype of the parameters: where these have less precision than the updates,
+            a waiting update is rounded to it.
         stage_labels: stage index of each parameter: a pytree of ints that is a prefix of the parameters, or a function
             of the parameters that gives one. By default the parameters are a tuple or list with one pytree per stage.
         fresh: bool ``[S]``, this worker's row of the rule's mask.
@@ -102,7 +103,6 @@ def delay_by_stage(
         # tree.map over the parameters first: `pending` may hold MaskedNodes where they hold leaves
         newest = jax.tree.map(_add, params, state.pending)
         new, inner_state = inner.update(updates, state.inner_state, newest, **extra_args)
-        new = jax.tree.map(lambda p, u: u.astype(p.dtype), params, new)
         emitted = jax.tree.map(lambda u, label, w: _emit(u, row[label], w), new, labels, state.pending)
         pending = jax.tree.map(lambda u, label, w: _keep(u, row[label], w), new, labels, state.pending)
         return emitted, DelayByStageState(inner_state, pending)
@@ -119,13 +119,13 @@ def _add(param: jax.Array, pending: Any) -> jax.Array:
 def _emit(new: jax.Array, fresh: Any, pending: Any) -> jax.Array:
     if isinstance(pending, optax.MaskedNode):
         return new
-    return jnp.where(fresh, pending + new, pending)
+    return jnp.where(fresh, pending + new.astype(pending.dtype), pending)
 
 
 def _keep(new: jax.Array, fresh: Any, pending: Any) -> Any:
     if isinstance(pending, optax.MaskedNode):
         return pending
-    return jnp.where(fresh, jnp.zeros_like(new), new)
+    return jnp.where(fresh, jnp.zeros_like(pending), new.astype(pending.dtype))
 
 
 def _checked_row(fresh: Fresh) -> np.ndarray | jax.Array:
@@ -150,9 +150,12 @@ def _leaf_labels(stage_labels: Any, params: PyTree, num_stages: int | None) -> P
             raise ValueError(
                 f"stage_labels are needed: the parameters are a {type(params).__name__}, not a tuple or list of stages"
             )
+        if num_stages is not None and num_stages != len(params):
+            raise ValueError(f"fresh has {num_stages} entries, but the parameters have {len(params)} stages")
         labels = type(params)(range(len(params))) if type(params) in (tuple, list) else tuple(range(len(params)))
     for label in jax.tree.leaves(labels):
-        inside = isinstance(label, int | np.integer) and label >= 0 and (num_stages is None or label < num_stages)
+        is_index = isinstance(label, int | np.integer) and not isinstance(label, bool)
+        inside = is_index and label >= 0 and (num_stages is None or label < num_stages)
         if not inside:
             stages = "" if num_stages is None else f" 0 to {num_stages - 1}"
             raise ValueError(f"stage label {label!r} is not one of the stages{stages}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from cyclic_jax.coupling import mixed_stages
@@ -54,11 +55,35 @@ def _splits(optimizer: optax.GradientTransformation, params: Sequence[PyTree]) -
     if len(params) == 1:
         return True
     try:
-        for part in params:
-            jax.eval_shape(optimizer.init, part)
+        states = [jax.eval_shape(optimizer.init, part) for part in params]
     except Exception:  # whatever a mask or label tree for the whole model raises when it meets one stage
         return False
-    return mixed_stages(optimizer, params) is None
+    return not _draws_random_numbers(states) and mixed_stages(optimizer, params) is None
+
+
+def _draws_random_numbers(state: Any) -> bool:
+    """Does the state hold a random key? Split by stage, every stage would draw the same numbers."""
+    leaves = jax.tree.leaves(state)
+    typed = any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves)
+    return typed or any(leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,)) for leaf in leaves)
+
+
+def check_separate(optimizer: optax.GradientTransformation, params: Sequence[PyTree]) -> None:
+    """Refuse an optimizer that cannot be split by stage.
+
+    Raises:
+        ValueError: naming two stages that it mixes, or saying what else is in the way.
+    """
+    if _splits(optax.with_extra_args_support(optimizer), params):
+        return
+    pair = mixed_stages(optimizer, params)
+    why = "it has no state of its own for each stage: it draws random numbers, or has a mask for the whole model"
+    if pair is not None:
+        why = f"its update of stage {pair[0]} depends on stage {pair[1]} (clipping by global norm, say)"
+    raise ValueError(
+        f"the optimizer cannot update one stage alone: {why}. Here a stage is updated before the gradients of earlier ones "
+        "exist: use the synchronous executor, or an optimizer that treats each parameter on its own"
+    )
 
 
 def _whole_model(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

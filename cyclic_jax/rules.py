@@ -37,7 +37,10 @@ class UpdateRule:
     fresh: np.ndarray
 
     def __post_init__(self) -> None:
-        mask = np.array(self.fresh)
+        try:
+            mask = np.array(self.fresh)
+        except ValueError as error:
+            raise ValueError(f"a rule's mask is bool [N, S], but its rows differ in length: {self.fresh}") from error
         if mask.ndim != 2 or 0 in mask.shape or not (mask.dtype == bool or np.isin(mask, (0, 1)).all()):
             raise ValueError(
                 f"a rule's mask is bool [N, S], one row a worker and one column a stage; got {mask.dtype}{list(mask.shape)}"

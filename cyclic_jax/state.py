@@ -41,6 +41,7 @@ class TrainState:
         model: StagedModel,
         optimizer: optax.GradientTransformation,
         key: jax.Array,
+        example: PyTree = None,
         *,
         num_workers: int | None = None,
     ) -> "TrainState":
@@ -51,14 +52,16 @@ class TrainState:
             optimizer: any optax transformation.
             key: a typed key, ``jax.random.key(seed)``. Parameters are drawn from it, and it is kept as the run's base
                 key.
+            example: an input; if given, its shape (but for the rows) and dtype must be what the model was partitioned for.
             num_workers: N, over all data groups; by default the number of stages, as in the paper.
 
         Raises:
-            ValueError: if one array is a parameter of two stages, or ``num_workers`` is below 1.
+            ValueError: if one array is a parameter of two stages, ``num_workers`` is below 1, or ``example`` does not fit.
         """
         num_workers = model.num_stages if num_workers is None else num_workers
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: at least 1 is needed")
+        _check_example(model, example)
         params, state = model.init(key)
         return cls(
             step=jnp.zeros((), jnp.int32),
@@ -68,6 +71,19 @@ class TrainState:
             opt_state=by_stage(optimizer, params).init(params),
             model_state=jax.tree.map(lambda leaf: jnp.repeat(leaf[None], num_workers, axis=0), state),
         )
+
+
+def _check_example(model: StagedModel, example: PyTree) -> None:
+    """Everything but the number of rows must fit."""
+    if example is None:
+        return
+
+    def form(leaf: Any) -> tuple[Any, ...]:
+        return (*leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype).name)
+
+    given, wanted = (jax.tree.map(form, tree) for tree in (example, model.structs[0]))
+    if given != wanted:
+        raise ValueError(f"the example has rows {given}, the model was partitioned for {wanted}")
 
 
 class Snapshot(NamedTuple):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import cyclic_jax as cj
 from experiments import report
-from experiments.config import PRESETS, Config
+from experiments.config import PRESETS, Config, check, make_rule
 from experiments.training import Run, Study, prepare, train
 
 
@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not argv or argv[0].startswith("-"):
         argv = ["digits", *argv]
     config = tyro.extras.overridable_config_cli(PRESETS, args=argv, description=__doc__)
-    cj.simulate_devices(config.devices or config.num_workers)
     try:
+        check(config)
+        cj.simulate_devices(config.num_workers if config.devices is None else config.devices)
         print(run_study(config))
     except (ValueError, FloatingPointError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
@@ -37,7 +38,7 @@ def run_study(config: Config) -> str:
     runs: list[Run] = []
     with report.Log(config.out, config) as log:
         for seed in range(config.seeds):
-            for rule in config.rules:
+            for rule in study.executors:
                 runs.append(one_run(study, rule, seed, log))
                 log.result(runs[-1])
     report.plot_losses(runs, config.out / "loss.png")
@@ -52,18 +53,22 @@ def one_run(study: Study, rule: str, seed: int, log: report.Log) -> Run:
         def on_step(step: int, loss: float) -> None:
             bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update()
-            log.step(rule, seed, step, loss, float(study.schedule(step)))
+            log.step(rule, seed, step, loss, float(study.learning_rates[step]))
 
         return train(study, rule, seed, on_step)
 
 
 def heading(study: Study) -> str:
     """What is about to be trained."""
-    config = study.config
+    config, pairs = study.config, study.config.num_workers * study.config.num_stages
+    masks = {name: int(make_rule(config, name).fresh.sum()) for name in study.executors}
     return (
         f"{study.data.name}: {study.data.description}\n"
         f"{config.num_workers} workers x {config.batch_per_worker} rows, {study.total_steps} steps, "
-        f"{config.executor} executor\n{config.model} in {config.num_stages} stages by {config.partition}:\n"
+        f"{config.executor} executor unless a rule names another\n"
+        f"masks: {', '.join(f'{name} fresh on {fresh}' for name, fresh in masks.items())} of {pairs} pairs (worker, stage); "
+        f"cdp-v2 is the method's mask, cdp-v2-published that of the authors' code\n"
+        f"{config.model} in {config.num_stages} stages by {config.partition}:\n"
         f"{study.model.describe()}"
     )
 

@@ -28,7 +28,7 @@ class Config:
     """tiny_resnet, residual_mlp, resnet18, resnet50 or vit_b16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters are float32."""
-    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2", "cdp-v2@replicated")
+    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2")
     """dp, cdp-v1, cdp-v2, or cdp-v2-published: the mask of the authors' code, for the synchronous executor only. A rule may
     name its executor: cdp-v2@replicated."""
     num_workers: int = 4
@@ -74,7 +74,7 @@ class Config:
         return self.num_workers * self.batch_per_worker
 
 
-_AUTHORS = Config(rules=("dp", "cdp-v1", "cdp-v2"), num_workers=8, num_stages=4, schedule="step", seeds=1)
+_AUTHORS = Config(num_workers=8, num_stages=4, schedule="step", seeds=1)
 _CIFAR = replace(_AUTHORS, dataset="cifar10", batch_per_worker=64, lr=0.05, drop_factor=0.2, epochs=101)
 _IMAGENET = replace(
     _AUTHORS, dataset="imagenet2012", batch_per_worker=32, lr=0.1, weight_decay=1e-4, drop_factor=0.1, epochs=91
@@ -87,6 +87,9 @@ PRESETS: dict[str, tuple[str, Config]] = {
     "imagenet-resnet18": ("The authors' setting.", replace(_IMAGENET, model="resnet18")),
     "imagenet-resnet50": ("The authors' setting.", replace(_IMAGENET, model="resnet50")),
 }
+
+
+RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-published")
 
 
 def published_mask(num_workers: int, num_stages: int) -> np.ndarray:
@@ -107,6 +110,8 @@ def rule_and_executor(config: Config, entry: str) -> tuple[str, str]:
 def make_rule(config: Config, entry: str) -> cj.UpdateRule:
     """The rule of an entry of ``config.rules``, for the configured workers and stages."""
     name, executor = rule_and_executor(config, entry)
+    if name not in RULES:
+        raise nearest("rule", name, RULES)
     if name != "cdp-v2-published":
         return cj.UpdateRule.named(name, config.num_workers, config.num_stages)
     if executor != "synchronous":
@@ -114,20 +119,29 @@ def make_rule(config: Config, entry: str) -> cj.UpdateRule:
     return cj.UpdateRule.custom(published_mask(config.num_workers, config.num_stages), name=name)
 
 
-def check_positive(config: Config) -> None:
-    """Counts must be positive."""
-    for name in ("num_workers", "num_stages", "seeds", "batch_per_worker", "epochs", "lr"):
-        value = getattr(config, name)
-        if not value > 0:
-            raise ValueError(f"{name}={value}: it must be positive")
-    if config.steps is not None and config.steps < 1:
-        raise ValueError(f"steps={config.steps}: at least 1 is needed")
+def check(config: Config) -> None:
+    """Refuse values that no study can have.
+
+    Raises:
+        ValueError: naming the option and its value.
+    """
+    positive = ["num_workers", "num_stages", "seeds", "batch_per_worker", "epochs", "lr", "drop_every", "drop_factor"]
+    positive += [name for name in ("steps", "devices") if getattr(config, name) is not None]
+    for name in positive:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}={getattr(config, name)}: it must be positive")
+    for name in ("weight_decay", "warmup_epochs", "momentum"):
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{name}={getattr(config, name)}: it must not be negative")
     if not config.rules:
         raise ValueError("rules is empty: name at least one, such as cdp-v2")
+    twice = [rule for rule in config.rules if config.rules.count(rule) > 1]
+    if twice:
+        raise ValueError(f"rule {twice[0]!r} is named {len(twice)} times: once is enough, seeds are set by --seeds")
 
 
 def nearest(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for an unknown name."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
     return ValueError(f"unknown {kind} {name!r}: did you mean {near!r}? Known: {', '.join(known)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Log:
         from tensorboardX import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an earlier study, like its results.jsonl
         self._file = (folder / "results.jsonl").open("w")
         self._make_writer = lambda name: SummaryWriter(str(folder / "tensorboard" / name))
         self._writers: dict[str, Any] = {}

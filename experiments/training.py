@@ -1,8 +1,11 @@
 """Training one rule with one seed, and evaluating it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import jax
@@ -12,12 +15,13 @@ import optax
 
 import cyclic_jax as cj
 from cyclic_jax.state import snapshot_of
-from experiments.config import Config, check_positive, make_rule, rule_and_executor
+from experiments.config import Config, check, make_rule, rule_and_executor
 from experiments.data import load
 from experiments.data.augment import make_augment
 from experiments.optimizers import learning_rate, make_optimizer
 
 PyTree = Any
+READ_LATE = 4  # calls whose metrics are not read yet
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Study:
     data: Any
     model: cj.StagedModel
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    learning_rates: np.ndarray
     executors: dict[str, cj.Executor]
     total_steps: int
     evaluate_batch: Callable[..., Any]
@@ -63,7 +67,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def prepare(config: Config) -> Study:
     """Check the whole configuration and build what the rules share; nothing is compiled yet."""
-    check_positive(config)
+    check(config)
     rules = {name: make_rule(config, name) for name in config.rules}
     data = load(config.dataset, data_dir=config.data_dir)
     dtype = jnp.dtype(config.dtype)
@@ -77,7 +81,8 @@ def prepare(config: Config) -> Study:
     optimizer = make_optimizer(config, schedule)
     executors = make_executors(config, model, optimizer, rules)
     evaluate_batch = jax.jit(lambda *args: _count(model, *args))
-    return Study(config, data, model, optimizer, schedule, executors, total, evaluate_batch)
+    rates = np.asarray(jax.vmap(schedule)(jnp.arange(total))) * np.ones(total)
+    return Study(config, data, model, optimizer, rates, executors, total, evaluate_batch)
 
 
 def make_executors(
@@ -124,17 +129,20 @@ def train(study: Study, rule: str, seed: int, on_step: Callable[[int, float], No
         FloatingPointError: as soon as a loss that is not finite is seen; names step and worker.
     """
     executor, run = study.executors[rule], Run(rule, seed)
-    carry = executor.init(initial_state(study, executor, seed))
-    batches: Iterator[Any] = study.data.batches(study.config.global_batch, seed)
-    warm_up(study, executor, seed)
-    start, waiting = time.perf_counter(), []
-    for _ in range(study.total_steps):
-        carry, metrics = executor.step(carry, tuple(next(batches)))
-        waiting.append(metrics)
-        if len(waiting) == 8:  # read late, so that the devices never wait for the host
-            _record(run, waiting, on_step)
-    state, last = executor.drain(carry)
-    _record(run, [*waiting, last], on_step)
+    losses, unread = Losses(run, executor.num_workers, on_step), deque[cj.Metrics]()
+    with closing(study.data.batches(study.config.global_batch, seed)) as batches:
+        first = tuple(next(batches))
+        warm_up(study, executor, seed, first)
+        carry = executor.init(initial_state(study, executor, seed))
+        start = time.perf_counter()
+        for batch in islice(chain([first], batches), study.total_steps):
+            carry, metrics = executor.step(carry, tuple(batch))
+            unread.append(metrics)
+            if len(unread) > READ_LATE:  # the newest stay unread, so that the devices need not wait for the host
+                losses.read(unread.popleft())
+        state, last = executor.drain(carry)
+        for metrics in (*unread, last):
+            losses.read(metrics)
     run.seconds = time.perf_counter() - start
     run.test_accuracy, run.test_loss = evaluate(study, executor, snapshot_of(state))
     return run
@@ -145,25 +153,36 @@ def initial_state(study: Study, executor: cj.Executor, seed: int) -> cj.TrainSta
     return cj.TrainState.create(study.model, study.optimizer, jax.random.key(seed), num_workers=executor.num_workers)
 
 
-def warm_up(study: Study, executor: cj.Executor, seed: int) -> None:
+def warm_up(study: Study, executor: cj.Executor, seed: int, batch: Any) -> None:
     """Compile before the clock starts, on a carry that is thrown away."""
-    batch = tuple(next(study.data.batches(study.config.global_batch, seed)))
-    jax.block_until_ready(executor.step(executor.init(initial_state(study, executor, seed)), batch))
+    carry, _ = executor.step(executor.init(initial_state(study, executor, seed)), batch)
+    jax.block_until_ready(executor.drain(carry))
 
 
-def _record(run: Run, waiting: list[cj.Metrics], on_step: Callable[[int, float], None]) -> None:
-    for metrics in waiting:
+class Losses:
+    """Collects each worker's loss until all workers have reported a step: in a staggered executor some come a call later."""
+
+    def __init__(self, run: Run, num_workers: int, on_step: Callable[[int, float], None]):
+        self._run, self._num_workers, self._on_step = run, num_workers, on_step
+        self._parts: dict[int, list[float]] = {}
+
+    def read(self, metrics: cj.Metrics) -> None:
+        """Add one call's metrics.
+
+        Raises:
+            FloatingPointError: for a loss that is not finite; names step and worker.
+        """
         losses, steps = np.asarray(metrics.loss), np.asarray(metrics.step)
-        bad = (steps >= 0) & ~np.isfinite(losses)
-        if bad.any():
-            worker = int(bad.argmax())
-            raise FloatingPointError(
-                f"the loss of worker {worker} at step {steps[worker]} is {losses[worker]} (rule {run.rule}, seed {run.seed})"
-            )
-        if (steps >= 0).any():
-            run.losses.append(float(losses[steps >= 0].mean()))
-            on_step(int(steps.max()), run.losses[-1])
-    waiting.clear()
+        for worker in np.flatnonzero(steps >= 0):
+            step, loss, run = int(steps[worker]), float(losses[worker]), self._run
+            if not np.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss of worker {worker} at step {step} is {loss} (rule {run.rule}, seed {run.seed})"
+                )
+            self._parts.setdefault(step, []).append(loss)
+            if len(self._parts[step]) == self._num_workers:
+                run.losses.append(float(np.mean(self._parts.pop(step))))
+                self._on_step(step, run.losses[-1])
 
 
 def evaluate(study: Study, executor: cj.Executor, snapshot: cj.Snapshot) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from cyclic_jax.coupling import mixed_stages
-from cyclic_jax.optimizer import WholeModelState, by_stage
+from cyclic_jax.optimizer import WholeModelState, by_stage, check_separate
 
 pytestmark = pytest.mark.usefixtures("float64")
 PARAMS = ({"w": np.ones((2, 3))}, {"w": np.ones(4)}, {"w": np.ones(5)})
@@ -69,6 +69,15 @@ def test_by_stage_gives_the_same_updates(name):
         got, state = split.update(grads, state, PARAMS)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_random_numbers_keep_one_state():
+    """Split by stage, both stages would get the same noise."""
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    assert isinstance(by_stage(noise, PARAMS).init(PARAMS), WholeModelState)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        check_separate(noise, PARAMS)
+    check_separate(optax.adam(0.1), PARAMS)
 
 
 def test_a_mask_for_the_whole_tree_keeps_one_state():

@@ -78,6 +78,8 @@ def test_refused():
         UpdateRule.custom(np.array([[2, 0]]))
     with pytest.raises(ValueError, match=r"num_workers=3 does not divide 2\*num_stages=4"):
         UpdateRule.cdp_v2(3, 2)
+    with pytest.raises(ValueError, match="its rows differ in length"):
+        UpdateRule.custom([[True], [True, False]])
     with pytest.raises(ValueError, match="num_workers=0"):
         UpdateRule.dp(0, 2)
     with pytest.raises(ValueError, match="is for 3 workers and 3 stages, the schedule for 4 and 4") as error:

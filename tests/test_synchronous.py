@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -13,12 +12,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import cyclic_jax as cj
+from cyclic_jax.communication import collectives
 from tests import problems
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS, TOLERANCE = 6, 1e-12
 CASES = [(n, s, "sgd") for n, s in [(1, 1), (1, 3), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (2, 4), (8, 4), (3, 2)]]
-CASES += [(n, s, name) for n, s in [(2, 2), (4, 4), (4, 2), (3, 3)] for name in ("adamw", "clip")]
+CASES += [(n, s, name) for n, s in [(1, 1), (2, 2), (4, 2), (3, 3), (8, 8)] for name in ("adamw", "clip")]
 
 
 @functools.cache
@@ -153,8 +153,21 @@ def test_the_compiled_step_reduces_and_nothing_else():
     machine = executor(4, 4, "sgd")
     carry = machine.carry_struct(problems.fresh_start(problems.model(4), "sgd", 4))
     text = machine.lower(carry, problems.batch(0, 4)).compile().as_text()
-    found = set(re.findall(r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text))
-    assert found == {"all-reduce"}
+    assert [found.kind for found in collectives(text)] == ["all-reduce"]
+
+
+def test_flax_batch_norm_and_dropout_equal_the_reference_too():
+    options = {"in_features": 3, "width": 6, "depth": 2, "batch_norm": True, "dropout": 0.3, "param_dtype": np.float64}
+    layers, optimizer = cj.models.residual_mlp(problems.CLASSES, **options), problems.OPTIMIZERS["sgd"]
+    model = cj.partition(layers, 2, example=jax.ShapeDtypeStruct((2, 3), np.float64), by="layers")
+    rule = cj.UpdateRule.cdp_v2(2)
+    machine = cj.make_executor("synchronous", model, problems.loss, optimizer, rule=rule)
+    state = cj.TrainState.create(model, optimizer, jax.random.key(0))
+    got, _ = run(machine, state, 3, 0)
+    step = jax.jit(functools.partial(cj.reference_step, model, problems.loss, optimizer, rule.fresh))
+    for t in range(3):
+        state, _ = step(state, problems.batch(t, 2))
+    assert problems.distance(got, state) <= TOLERANCE
 
 
 def test_metrics_name_their_step():

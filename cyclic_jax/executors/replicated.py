@@ -21,7 +21,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cyclic_jax.coupling import mixed_stages
 from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.mesh import CYCLIC, DATA, ring_mesh
@@ -29,6 +28,7 @@ from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.executors.replicated_period import Clock, Period, Plan
 from cyclic_jax.executors.ring import Ring
 from cyclic_jax.executors.stage_op import Inputs, StageOp, split
+from cyclic_jax.optimizer import check_separate
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
 from cyclic_jax.stages import StagedModel
@@ -90,7 +90,7 @@ class ReplicatedExecutor:
         last = model.num_stages - 1
         self.ops = [StageOp(stage, loss if stage.index == last else None, residuals) for stage in model.stages]
         params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        _check_separate(self.optimizer, params)
+        check_separate(self.optimizer, params)
         self.format = PayloadFormat(params)
         # worker i keeps a sum pending iff it is delayed and the sum reaches it a step before it may use it
         workers = np.arange(rule.num_workers)[:, None]
@@ -312,13 +312,3 @@ def _filled(struct: Any, num_workers: int, fill: float) -> jax.Array:
         return jnp.broadcast_to(jax.random.key(0), shape)
     value = fill if jnp.issubdtype(struct.dtype, jnp.inexact) else 0
     return jnp.full(shape, value, struct.dtype)
-
-
-def _check_separate(optimizer: optax.GradientTransformation, params: tuple[PyTree, ...]) -> None:
-    pair = mixed_stages(optimizer, params)
-    if pair is not None:
-        raise ValueError(
-            f"the optimizer's update of stage {pair[0]} depends on stage {pair[1]} (clipping by global norm, say), but here a "
-            "stage is updated before the gradients of earlier ones exist: use the synchronous executor, or an "
-            "optimizer that treats each parameter on its own"
-        )

@@ -105,6 +105,10 @@ def _between_workers(kind: str, stage: int, leaves: Place, needed: Place, worker
 
 def _gradients(schedule: Schedule) -> list[Dependency]:
     N, found = schedule.num_workers, []
+    if N > 1 and schedule.offset == 0:
+        raise ValueError(
+            f"workers that do everything at the same time have no ring: they need an all-reduce\n{schedule}"
+        )
     for j in range(schedule.num_stages):
         forward, backward, e = Op(FORWARD, j), Op(BACKWARD, j), first_user(schedule, j)
         found += _partial_sums(backward, j, N)

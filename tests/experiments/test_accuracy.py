@@ -15,7 +15,14 @@ from experiments.optimizers import learning_rate
 from experiments.training import evaluate, initial_state, prepare, train
 
 SMALL = Config(
-    rules=("dp", "cdp-v1", "cdp-v2"), model="residual_mlp", num_workers=2, num_stages=2, batch_per_worker=16, steps=100, seeds=2, lr=0.005)
+    model="residual_mlp",
+    num_workers=2,
+    num_stages=2,
+    batch_per_worker=16,
+    steps=100,
+    seeds=2,
+    lr=0.005,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +69,11 @@ def test_rules_share_their_start_and_part_where_they_should(finished):
 
 def test_a_rule_may_name_its_executor():
     """The replicated executor sees what the synchronous one sees, in another order of operations."""
-    study = prepare(dataclasses.replace(SMALL, rules=("cdp-v2", "cdp-v2@replicated"), steps=20))
-    synchronous, replicated = (train(study, rule, 0, lambda step, loss: None) for rule in study.executors)
-    # the first step of the replicated executor has no loss of worker 1 yet: compare what each step's mean is made of
-    assert len(replicated.losses) == 20
+    config = dataclasses.replace(SMALL, rules=("cdp-v2", "cdp-v2@replicated"), steps=20, num_workers=4, num_stages=4)
+    study, steps = prepare(config), []
+    synchronous = train(study, "cdp-v2", 0, lambda step, loss: None)
+    replicated = train(study, "cdp-v2@replicated", 0, lambda step, loss: steps.append(step))
+    assert steps == list(range(20))  # late workers' losses are added to the step they belong to
     np.testing.assert_allclose(replicated.losses, synchronous.losses, rtol=1e-3)
     assert replicated.test_accuracy == pytest.approx(synchronous.test_accuracy, abs=0.02)
 
@@ -172,6 +180,13 @@ def test_bfloat16_compute_trains_float32_parameters():
         ({"seeds": 0}, "seeds=0: it must be positive"),
         ({"steps": 0}, "steps=0"),
         ({"batch_per_worker": 2000}, "1437|1,437"),
+        ({"rules": ("dp", "dp")}, "rule 'dp' is named 2 times"),
+        ({"rules": ("cdp-v2-publishd",)}, "did you mean 'cdp-v2-published'"),
+        ({"optimizer": "ADAMW"}, "did you mean 'adamw'"),
+        ({"drop_every": 0.0}, "drop_every=0.0"),
+        ({"warmup_epochs": -1.0}, "warmup_epochs=-1.0"),
+        ({"momentum": -0.1}, "momentum=-0.1"),
+        ({"devices": 0}, "devices=0"),
     ],
 )
 def test_bad_input(change, message):
@@ -199,9 +214,11 @@ def test_the_command_line(tmp_path, capsys):
     accuracy.main([*options, "--out", str(tmp_path)])
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0] == "| rule | test accuracy (%) | final loss | time (s) |"
-    assert "2 workers x 16 rows, 2 steps, synchronous executor" in printed.err
+    assert "2 workers x 16 rows, 2 steps, synchronous executor unless" in printed.err
     with pytest.raises(SystemExit, match="error: unknown rule 'cdp-v3'"):
         accuracy.main([*options, "--rules", "cdp-v3", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="error: num_workers=0"):
+        accuracy.main(["--num-workers", "0"])
     with pytest.raises(SystemExit):
         accuracy.main(["no-such-preset"])
 

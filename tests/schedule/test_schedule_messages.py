@@ -113,6 +113,8 @@ def test_state_traffic(n):
 
 
 def test_refused():
+    with pytest.raises(ValueError, match="have no ring: they need an all-reduce"):
+        Schedule.simultaneous(2, 2).messages()
     with pytest.raises(ValueError, match="moving='weights' is unknown"):
         Schedule.cyclic(2).messages("weights")
     with pytest.raises(ValueError, match="as many stages as workers, got 4 stages for 2"):
