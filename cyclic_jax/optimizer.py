@@ -33,7 +33,7 @@ def by_stage(
 
     Returns:
         A transformation with the same updates. Its state is a tuple of ``optimizer.init(params[j])``, or one
-        :class:`WholeModelState` if the optimizer mixes stages or cannot be initialised for one stage alone (a mask or
+        :class:`WholeModelState` if the optimizer mixes stages, draws random numbers or cannot be initialised for one stage alone (a mask or
         labels written for the whole tree).
     """
     optimizer = optax.with_extra_args_support(optimizer)
