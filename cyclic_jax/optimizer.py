@@ -33,8 +33,8 @@ def by_stage(
 
     Returns:
         A transformation with the same updates. Its state is a tuple of ``optimizer.init(params[j])``, or one
-        :class:`WholeModelState` if the optimizer mixes stages, draws random numbers or cannot be initialised for one stage alone (a mask or
-        labels written for the whole tree).
+        :class:`WholeModelState` if the optimizer mixes stages, draws random numbers or cannot be initialised for one stage
+        alone (a mask or labels written for the whole tree).
     """
     optimizer = optax.with_extra_args_support(optimizer)
     if not _splits(optimizer, params):
