@@ -62,7 +62,7 @@ def _pairs(line: str) -> tuple[tuple[int, int], ...]:
 
 
 def _groups(line: str) -> str:
-    match = re.search(r"replica_groups=(\{\{.*?\}\}|\[[^ ]*)", line)
+    match = re.search(r"replica_groups=(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}|\[[^ ]*)", line)
     return match[1].rstrip(",") if match else ""
 
 
