@@ -106,18 +106,15 @@ class ReplicatedExecutor:
         self._jit_step = jax.jit(step, donate_argnums=0)
         self._jit_drain = jax.jit(lambda carry: self._canonical(carry, *drain(carry)), out_shardings=everywhere)
         self._jit_spread = jax.jit(self._spread, out_shardings=self._carry_shardings())
-        self._jit_flight = jax.jit(self._flight, out_shardings=NamedSharding(self.mesh, WORKERS))
+        self._jit_flight = jax.jit(self._flight, out_shardings=self.batch_sharding)
         self._jit_snapshot = jax.jit(self._snapshot, out_shardings=everywhere)
+        self._jit_unstarted = jax.jit(self._unstarted, out_shardings=everywhere)
 
     def _carry_specs(self) -> Any:
-        everywhere: Any = EVERYWHERE
-        workers: Any = WORKERS
-        return ReplicatedCarry(everywhere, everywhere, everywhere, workers, workers)
+        return _laid_out(EVERYWHERE, WORKERS)
 
     def _carry_shardings(self) -> Any:
-        everywhere: Any = NamedSharding(self.mesh, EVERYWHERE)
-        workers: Any = NamedSharding(self.mesh, WORKERS)
-        return ReplicatedCarry(everywhere, everywhere, everywhere, workers, workers)
+        return _laid_out(NamedSharding(self.mesh, EVERYWHERE), self.batch_sharding)
 
     # ---- the face -------------------------------------------------------------------------------------------
 
@@ -208,10 +205,6 @@ class ReplicatedExecutor:
         state = mean_over_workers(tuple(carry.held[f"state{j}"] for j in stages))
         return Snapshot(carry.first_step + jnp.maximum(carry.calls - 1, 0), params, state)
 
-    @property
-    def _jit_unstarted(self) -> Any:
-        return jax.jit(self._unstarted, out_shardings=NamedSharding(self.mesh, EVERYWHERE))
-
     def _unstarted(self, carry: ReplicatedCarry) -> TrainState:
         """The state that ``init`` was given."""
         newest = [self._newest(carry, j) for j in range(self.model.num_stages)]
@@ -300,6 +293,11 @@ class ReplicatedExecutor:
     def _update(self, gradient: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = self.optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
+
+
+def _laid_out(everywhere: Any, workers: Any) -> Any:
+    """How a carry lies on the mesh: ``workers`` for what has a worker axis."""
+    return ReplicatedCarry(everywhere, everywhere, everywhere, workers, workers)
 
 
 def _where(condition: jax.Array, first: PyTree, second: PyTree) -> PyTree:
