@@ -88,7 +88,10 @@ class ReplicatedExecutor:
         self.num_workers = rule.num_workers * self.mesh.shape[DATA]
         self.batch_sharding = NamedSharding(self.mesh, WORKERS)
         last = model.num_stages - 1
-        self.ops = [StageOp(stage, loss if stage.index == last else None, residuals) for stage in model.stages]
+        platform = self.mesh.devices.flat[0].platform
+        self.ops = [
+            StageOp(stage, loss if stage.index == last else None, residuals, platform) for stage in model.stages
+        ]
         params, _ = jax.eval_shape(model.init, jax.random.key(0))
         check_separate(self.optimizer, params)
         self.format = PayloadFormat(params)

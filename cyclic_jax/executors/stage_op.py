@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cyclic_jax.coupling import needed_inputs
+from cyclic_jax.executors.convolution import canonical_convolutions
 from cyclic_jax.stages import Stage
 
 PyTree = Any
@@ -40,12 +41,14 @@ class StageOp:
         loss: for the last stage, whose output is then the loss; else ``None``.
         residuals: ``"save"`` keeps what the backward needs, ``"recompute"`` only the stage's input, or a ``jax.checkpoint``
             policy.
+        platform: of the device it will run on; decides how convolutions are written (:mod:`.convolution`).
     """
 
-    def __init__(self, stage: Stage, loss: Loss | None, residuals: str | Policy = "save"):
+    def __init__(self, stage: Stage, loss: Loss | None, residuals: str | Policy = "save", platform: str = ""):
         if not (residuals in ("save", "recompute") or callable(residuals)):
             raise ValueError(f"residuals={residuals!r}: expected 'save', 'recompute' or a jax.checkpoint policy")
         self.stage, self.loss, self.residuals = stage, loss, residuals
+        self._prepare = canonical_convolutions if platform == "cpu" else (lambda function: function)
 
     def trace(self, params: PyTree, inputs: Inputs) -> None:
         """Learn the structure of the residuals from structs; nothing is executed."""
@@ -72,12 +75,18 @@ class StageOp:
 
     def forward(self, params: PyTree, inputs: Inputs) -> tuple[PyTree, PyTree, list[jax.Array]]:
         """``(output, new state, residuals)``; the output of the last stage is the loss."""
+        return self._prepare(self._forward)(params, inputs)
+
+    def _forward(self, params: PyTree, inputs: Inputs) -> tuple[PyTree, PyTree, list[jax.Array]]:
         y, vjp, state = self._vjp(params, inputs)
         leaves = jax.tree.leaves(vjp)
         return y, state, [leaves[k] for k in self._stored]
 
     def backward(self, params: PyTree, residuals: list[jax.Array], cotangent: PyTree) -> tuple[PyTree, PyTree]:
         """``(gradient of the parameters, cotangent of the input)``; the latter ``None`` where nothing needs it."""
+        return self._prepare(self._backward)(params, residuals, cotangent)
+
+    def _backward(self, params: PyTree, residuals: list[jax.Array], cotangent: PyTree) -> tuple[PyTree, PyTree]:
         anything = jax.tree.map(_zeros, self._inputs_struct)
         leaves = jax.tree.leaves(self._vjp(params, anything)[1])
         for k, value in zip(self._stored, residuals, strict=True):
