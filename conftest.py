@@ -1,5 +1,6 @@
 """Test sessions run on eight simulated devices, set before jax starts."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -8,6 +9,8 @@ import pytest
 
 from cyclic_jax.simulation import simulate_devices
 
+# most of the time goes into compiling tiny programs: let the last, machine-level stage of it be quick
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 simulate_devices(8)
 hypothesis.settings.register_profile("default", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile("default")

@@ -28,7 +28,7 @@ class Config:
     """tiny_resnet, residual_mlp, resnet18, resnet50 or vit_b16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters are float32."""
-    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2")
+    rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2", "cdp-v2@replicated")
     """dp, cdp-v1, cdp-v2, or cdp-v2-published: the mask of the authors' code, for the synchronous executor only. A rule may
     name its executor: cdp-v2@replicated."""
     num_workers: int = 4
@@ -74,7 +74,7 @@ class Config:
         return self.num_workers * self.batch_per_worker
 
 
-_AUTHORS = Config(num_workers=8, num_stages=4, schedule="step", seeds=1)
+_AUTHORS = Config(num_workers=8, num_stages=4, schedule="step", seeds=1, rules=("dp", "cdp-v1", "cdp-v2"))
 _CIFAR = replace(_AUTHORS, dataset="cifar10", batch_per_worker=64, lr=0.05, drop_factor=0.2, epochs=101)
 _IMAGENET = replace(
     _AUTHORS, dataset="imagenet2012", batch_per_worker=32, lr=0.1, weight_decay=1e-4, drop_factor=0.1, epochs=91

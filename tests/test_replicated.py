@@ -1,5 +1,6 @@
 """The replicated executor equals the reference: rules, tables, uneven stages, restarts, with every bubble full of NaN."""
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_eight_workers(rule):
     check(machine(RULES[rule](8)), "sgd", problems.restart(problems.model(8), "sgd", 8))
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("freshest", [False, True])
 def test_cost_balanced_ticks(n, freshest):
     schedule = BALANCED[n]
@@ -240,6 +241,25 @@ def test_it_lowers_for_accelerators(platform):
             carry, jax.device_put(batch, executor.batch_sharding)
         )
         assert exported.platforms == (platform,)
+
+
+def test_weights_are_not_copied_but_once_in_a_run():
+    """What is left is theta_T put in place in a run's step 1, guarded: one copy of each delayed weight."""
+    for rule in (cj.UpdateRule.cdp_v1(3), cj.UpdateRule.cdp_v2(3)):
+        layers = [problems.linear(j, 37 + j) for j in range(5)] + [problems.linear(5, problems.CLASSES, False)]
+        model = cj.partition(layers, 3, example=jax.ShapeDtypeStruct((2, 3), np.float64), by="layers")
+        executor = ReplicatedExecutor(model, problems.loss, problems.OPTIMIZERS["sgd"], rule=rule)
+        weights = {
+            leaf.shape: j for j, layer in enumerate(model.init(jax.random.key(0))[0]) for leaf in layer_weights(layer)
+        }
+        text = compiled(executor)
+        for shape, stage in weights.items():
+            copies = len(re.findall(rf"= f64\[{shape[0]},{shape[1]}\]\S* copy\(", text))
+            assert copies <= (0 if rule.fresh[:, stage].all() else 1), (rule.name, shape, copies)
+
+
+def layer_weights(params: Any) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
 
 
 # ---- precision ----------------------------------------------------------------------------------------------

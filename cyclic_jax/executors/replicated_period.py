@@ -132,21 +132,25 @@ class Period:
 
         def update(memory: Memory, gradient: PyTree) -> Memory:
             new, state = self.plan.update(gradient, memory[optimizer], memory[params])
-            return {**memory, params: new, optimizer: state}
+            return {**memory, params: new, optimizer: state, "applied": t}
 
         def arrived(memory: Memory) -> PyTree:
             return self.plan.format.unpack(j, memory[box])
 
         memory = when((self.i == e) & (t >= 1), lambda m: {**m, box: m[handed]}, memory, [box])
+        memory = {**memory, "applied": jnp.full_like(t, -1)}
         if not self.plan.keeps[:, j].all():
             due = (t >= jnp.where(fresh, 1, 2)) & ~keeps
             memory = when(due, lambda m: update(m, arrived(m)), memory, [params, optimizer])
-        if self.plan.keeps[:, j].any():
-            memory = when((t >= 2) & keeps, lambda m: update(m, m[pending]), memory, [params, optimizer])
         if not self.plan.fresh[:, j].all():
-            memory = when((t == 1) & ~fresh, lambda m: {**m, params: m[pending]}, memory, [params])
+            start = (t == 1) & ~fresh
+            memory = when(start, lambda m: {**m, params: m[pending], "applied": t}, memory, [params, "applied"])
         if self.plan.keeps[:, j].any():
-            memory = when((t >= 1) & keeps, lambda m: {**m, pending: arrived(m)}, memory, [pending])
+            changes = [params, optimizer, "applied"]
+            memory = when((t >= 2) & keeps, lambda m: update(m, m[pending]), memory, changes)
+            # asking what was applied orders the two: pending is read before it is replaced, and neither is copied
+            replace = keeps & (memory["applied"] == t)
+            memory = when(replace, lambda m: {**m, pending: arrived(m)}, memory, [pending])
         return memory
 
     def backward(self, memory: Memory, j: int, beat: int, mine: jax.Array) -> Memory:
@@ -193,6 +197,10 @@ class Period:
         pair = ((self.N - 1, hand_off.receiver),) if hand_off.receiver != self.N - 1 else ()
         box, handed = f"box{beat}", f"handed{hand_off.box}"
         return when(b == hand_off.block, lambda m: {**m, handed: _permute(pair, m[box])}, memory, [handed])
+
+
+def _where(condition: jax.Array, first: PyTree, second: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
 
 
 def _permute(pairs: Any, payload: PyTree) -> PyTree:
