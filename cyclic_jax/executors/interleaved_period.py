@@ -17,7 +17,7 @@ from cyclic_jax.executors.base import Batch
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.stage_op import Inputs, StageOp
 from cyclic_jax.executors.turns import Turn, turns, updated_late
-from cyclic_jax.schedule import FORWARD, Schedule
+from cyclic_jax.schedule import FORWARD, Op, Schedule
 from cyclic_jax.stages import worker_key
 from cyclic_jax.state import Metrics
 
@@ -65,6 +65,8 @@ class Period:
         for turn in turns(self.plan.schedule):
             if (self.started if turn.late else self.batch is not None):
                 (self.forward if turn.op.kind == FORWARD else self.backward)(memory, turn)
+        if self.batch is not None:
+            self.keep_targets(memory)
         nothing = jnp.zeros(()), jnp.full((), -1, jnp.int32)
         loss, step = zip(*(self.losses.get(i, nothing) for i in range(self.N)), strict=True)
         return memory, Metrics(jnp.stack(loss), jnp.stack(step))
@@ -73,7 +75,9 @@ class Period:
         """Run a stage and keep its residuals."""
         i, j, op = turn.worker, turn.op.stage, self.plan.ops[turn.op.stage]
         if j == 0:
-            memory[f"x{i}"], memory[f"targets{i}"] = self.micro_batch(i)
+            memory[f"x{i}"] = self.micro_batch(i, 0)
+        if op.loss and not turn.late:
+            memory[f"targets{i}"] = self.micro_batch(i, 1)
         reads = [self.version(turn), f"x{i}", f"state{i}/{j}", *([f"targets{i}"] if op.loss else [])]
         self.wait(memory, reads)
         step = self.step - 1 if turn.late else self.step
@@ -119,14 +123,22 @@ class Period:
         wanted = (-1 if turn.late else 0) - (0 if self.plan.fresh[turn.worker, j] else 1)
         return {self.newest[j]: f"now{j}", self.newest[j] - 1: f"before{j}"}[wanted]
 
-    def micro_batch(self, i: int) -> Batch:
-        """Rows ``[iB, (i+1)B)`` of inputs and targets."""
+    def keep_targets(self, memory: Memory) -> None:
+        """Of micro-batches whose loss comes in the next period."""
+        last = Op(FORWARD, self.S - 1)
+        for i in range(self.N):
+            if self.plan.schedule.start(last, i) >= self.plan.schedule.period:
+                memory[f"targets{i}"] = self.micro_batch(i, 1)
+
+    def micro_batch(self, i: int, part: int) -> PyTree:
+        """Rows ``[iB, (i+1)B)`` of inputs (part 0) or targets (part 1)."""
 
         def rows(leaf: jax.Array) -> jax.Array:
             size = leaf.shape[0] // self.N
             return leaf[i * size : (i + 1) * size]
 
-        return jax.tree.map(rows, self.batch)
+        assert self.batch is not None
+        return jax.tree.map(rows, self.batch[part])
 
     def wait(self, memory: Memory, reads: Iterable[str]) -> None:
         """Nothing that is read next is there before all that the turn before wrote is there."""
