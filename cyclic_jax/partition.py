@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from cyclic_jax.balance import balance
 from cyclic_jax.costs import layer_costs
 from cyclic_jax.stages.layer import Layer, PyTree
-from cyclic_jax.stages.staged import Stage, StagedModel, check_layers
+from cyclic_jax.stages.staged import Stage, StagedModel, Struct, check_layers
 
-STRATEGIES = ("flops", "params", "layers")
+STRATEGIES = ("flops", "params", "layers", "activations")
 
 
 def partition(
@@ -24,7 +24,8 @@ def partition(
         layers: what any of the ``from_*`` functions returns.
         num_stages: S.
         example: an input of one micro-batch (arrays or ``jax.ShapeDtypeStruct``), leading axis B.
-        by: what to balance: ``"flops"`` of a forward pass, ``"params"``, or the number of ``"layers"``.
+        by: what to balance: ``"flops"`` of a forward pass, ``"params"``, the number of ``"layers"``, or ``"activations"``: the
+            bytes that each layer keeps from its forward to its backward.
         boundaries: the layers ``[start, stop)`` of each stage, instead of balancing.
 
     Returns:
@@ -51,14 +52,22 @@ def partition(
     structs = check_layers(layers, example)
     if boundaries is not None:
         ranges = _checked_boundaries(boundaries, num_stages, len(layers))
-    elif by == "layers":
-        ranges = balance([1.0] * len(layers), num_stages)
     else:
-        ranges = balance([getattr(cost, by) for cost in layer_costs(layers, structs)], num_stages)
+        ranges = balance(_weights(layers, structs, by), num_stages)
     stages = tuple(
         Stage(j, start, layers[start:stop], structs[start], structs[stop]) for j, (start, stop) in enumerate(ranges)
     )
     return StagedModel(stages, structs)
+
+
+def _weights(layers: Sequence[Layer], structs: Sequence[Struct], by: str) -> Sequence[float]:
+    if by == "layers":
+        return [1.0] * len(layers)
+    if by == "activations":
+        from cyclic_jax.memory import layer_bytes  # needs the executors' ops, which the other strategies do not
+
+        return layer_bytes(layers, structs)
+    return [getattr(cost, by) for cost in layer_costs(layers, structs)]
 
 
 def _checked_boundaries(

@@ -101,7 +101,7 @@ def test_wrong_boundaries(boundaries, message):
 def test_bad_input():
     with pytest.raises(ValueError, match="num_stages=6 does not fit a model of 5 layers"):
         cj.partition(layers(WIDTHS), 6, example=X)
-    with pytest.raises(ValueError, match="by='time' is unknown: expected one of flops, params, layers"):
+    with pytest.raises(ValueError, match="by='time' is unknown: expected one of flops, params, layers, activations"):
         cj.partition(layers(WIDTHS), 2, example=X, by="time")
     bad = cj.from_nnx([lambda r: nnx.Linear(8, 8, rngs=r), lambda r: nnx.Linear(9, 8, rngs=r)])
     with pytest.raises(ValueError, match=r"layer 1 \(1:Linear\) does not take what .* gives, float32\[4, 8\]"):

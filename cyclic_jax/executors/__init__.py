@@ -7,13 +7,18 @@ import optax
 from jax.sharding import Mesh
 
 from cyclic_jax.executors.base import Executor, Loss
+from cyclic_jax.executors.interleaved import InterleavedExecutor
 from cyclic_jax.executors.replicated import ReplicatedExecutor
 from cyclic_jax.executors.synchronous import SynchronousExecutor
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
 from cyclic_jax.stages import StagedModel
 
-EXECUTORS: dict[str, Any] = {"synchronous": SynchronousExecutor, "replicated": ReplicatedExecutor}
+EXECUTORS: dict[str, Any] = {
+    "synchronous": SynchronousExecutor,
+    "replicated": ReplicatedExecutor,
+    "interleaved": InterleavedExecutor,
+}
 
 __all__ = ["EXECUTORS", "Executor", "make_executor"]
 
@@ -33,7 +38,8 @@ def make_executor(
     Args:
         name: ``"synchronous"``: all workers at once, gradients averaged by all-reduce; any rule, any optimizer, any number of
             devices that divides N. ``"replicated"``: workers staggered by the schedule, one device each, gradients point to
-            point; any rule that the schedule can run, any optimizer that treats each stage on its own.
+            point; any rule that the schedule can run, any optimizer that treats each stage on its own. ``"interleaved"``: likewise,
+            but on one device, where the micro-batches take turns.
         model: from :func:`cyclic_jax.partition`.
         loss: ``loss(outputs, targets) -> scalar``, the mean over the micro-batch it is given.
         optimizer: any optax transformation.
@@ -41,7 +47,7 @@ def make_executor(
         schedule: what to run, for the staggered executors (by default the cyclic one); for the synchronous one it is only
             checked against the rule.
         mesh: axes ``("cyclic",)`` or ``("data", "cyclic")``; by default one ring, over N devices or
-            (synchronous) as many as divide N.
+            (synchronous) as many as divide N, or (interleaved) one device.
 
     Raises:
         ValueError: for an unknown name, a rule that does not fit the model, a schedule that cannot run the rule, or a

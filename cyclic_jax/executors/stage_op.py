@@ -2,7 +2,7 @@
 
 The residuals are those of ``jax.vjp``, less all that depends on the parameters alone: the parameters themselves, and what the
 forward made of them (a copy in bfloat16, say). The backward has the same parameters at hand and makes these again; everything else
-of that second forward is dead code, which the compiler removes.
+of that second forward is dead code, which the compiler removes. A value that the VJP holds twice is stored once.
 
 This module is the only one that relies on what a VJP object holds: that it is a pytree whose leaves are its residuals, in an order
 that depends only on the function and the shapes.
@@ -17,7 +17,8 @@ import numpy as np
 
 from cyclic_jax.coupling import needed_inputs
 from cyclic_jax.executors.convolution import canonical_convolutions
-from cyclic_jax.stages import Stage
+from cyclic_jax.executors.same_values import same_values
+from cyclic_jax.stages import Stage, StagedModel
 
 PyTree = Any
 Loss = Callable[[PyTree, PyTree], jax.Array]
@@ -51,7 +52,11 @@ class StageOp:
         self._prepare = canonical_convolutions if platform == "cpu" else (lambda function: function)
 
     def trace(self, params: PyTree, inputs: Inputs) -> None:
-        """Learn the structure of the residuals from structs; nothing is executed."""
+        """Learn the structure of the residuals from structs; nothing is executed.
+
+        Sets ``residual_structs``, ``output_struct``, and where a residual is a leaf of the stage's input ``x`` or of its output:
+        ``input_residuals`` and ``output_residuals``, dicts from a leaf's place to the residual's.
+        """
         structure = None
 
         def all_residuals(params: PyTree, inputs: Inputs) -> tuple[list[jax.Array], PyTree]:
@@ -64,8 +69,17 @@ class StageOp:
         num_params = len(jax.tree.leaves(params))
         needs = needed_inputs(traced.jaxpr)[: len(leaves)]
         self._structure = structure
-        self._stored = [k for k, need in enumerate(needs) if any(source >= num_params for source in need)]
+        kept = [k for k, need in enumerate(needs) if any(source >= num_params for source in need)]
+        sources, values = same_values(traced)
+        place = {value: n for n, value in enumerate(dict.fromkeys(values[k] for k in kept))}
+        self._stored = [values.index(value) for value in place]
+        self._copies = {k: place[values[k]] for k in kept}
         self.residual_structs = [leaves[k] for k in self._stored]
+        entering = sources[num_params : num_params + len(jax.tree.leaves(inputs.x))]
+        self.input_residuals, self.output_residuals = (
+            {k: place[value] for k, value in enumerate(leaving) if value in place}
+            for leaving in (entering, values[len(leaves) :])
+        )
         self._inputs_struct = jax.eval_shape(lambda inputs: inputs, inputs)
 
     @property
@@ -89,8 +103,8 @@ class StageOp:
     def _backward(self, params: PyTree, residuals: list[jax.Array], cotangent: PyTree) -> tuple[PyTree, PyTree]:
         anything = jax.tree.map(_zeros, self._inputs_struct)
         leaves = jax.tree.leaves(self._vjp(params, anything)[1])
-        for k, value in zip(self._stored, residuals, strict=True):
-            leaves[k] = value
+        for k, place in self._copies.items():
+            leaves[k] = residuals[place]
         gradients = jax.tree.unflatten(self._structure, leaves)(cotangent)
         return gradients[0], gradients[1]
 
@@ -109,6 +123,15 @@ class StageOp:
             f = jax.checkpoint(f, policy=self.residuals if callable(self.residuals) else None)
         y, vjp, (integers, state) = jax.vjp(f, params, differentiable, has_aux=True)
         return (y if self.loss is not None else merge(y, integers)), vjp, state
+
+
+def trace_ops(model: StagedModel, ops: list[StageOp], x: PyTree, targets: PyTree) -> None:
+    """Trace every stage's op from the structs of one micro-batch, inputs and targets."""
+    params, states = jax.eval_shape(model.init, jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    for op, p, state in zip(ops, params, states, strict=True):
+        op.trace(p, Inputs(x, state, key, targets if op.loss else None))
+        x = op.output_struct
 
 
 def split(tree: PyTree) -> tuple[PyTree, PyTree]:

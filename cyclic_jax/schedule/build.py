@@ -1,5 +1,6 @@
 """The tables that have a name. Each function returns ``(num_workers, num_stages, program, period, offset)``."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +42,21 @@ def simultaneous(num_workers: int, num_stages: int) -> Table:
     """No offset: plain data parallelism."""
     _positive(num_workers=num_workers, num_stages=num_stages)
     return num_workers, num_stages, _one_a_tick(num_stages), 2 * num_stages, 0
+
+
+def accumulation(num_workers: int, num_stages: int) -> Table:
+    """The next worker begins when the one before has ended."""
+    _positive(num_workers=num_workers, num_stages=num_stages)
+    return num_workers, num_stages, _one_a_tick(num_stages), 2 * num_stages * num_workers, 2 * num_stages
+
+
+def spread(num_workers: int, num_stages: int) -> Table:
+    """Ops N / gcd(N, 2S) ticks long, so that 2S/N ops between neighbours are a whole number of ticks."""
+    _positive(num_workers=num_workers, num_stages=num_stages)
+    length = num_workers // math.gcd(num_workers, 2 * num_stages)
+    program = tuple(Slot(slot.op, length * slot.start, length) for slot in _one_a_tick(num_stages))
+    period = 2 * num_stages * length
+    return num_workers, num_stages, program, period, period // num_workers
 
 
 def pipeline(num_workers: int) -> Table:

@@ -94,6 +94,25 @@ class Schedule:
         return cls(*build.simultaneous(num_workers, num_stages), name="simultaneous")
 
     @classmethod
+    def accumulation(cls, num_workers: int, num_stages: int) -> "Schedule":
+        """Gradient accumulation: one worker after the other, as on a single device."""
+        return cls(*build.accumulation(num_workers, num_stages), name="accumulation")
+
+    @classmethod
+    def spread(cls, num_workers: int, num_stages: int) -> "Schedule":
+        """Neighbours 2S/N ops apart for any N and S, in ticks fine enough for it; the cyclic table where N divides 2S.
+
+        Examples:
+            >>> print(Schedule.spread(4, 1))
+            tick      0   1   2   3
+            worker 0  F0  -   B0  -
+            worker 1  -   F0  -   B0
+            worker 2  B0' -   F0  -
+            worker 3  -   B0' -   F0
+        """
+        return cls(*build.spread(num_workers, num_stages), name="spread")
+
+    @classmethod
     def gpipe(cls, num_micro_batches: int, num_stages: int) -> "Schedule":
         """All forwards, then all backwards, then a flush (Huang et al., arXiv 1811.06965); workers are micro-batches."""
         return cls(*build.gpipe(num_micro_batches, num_stages), name="gpipe")
