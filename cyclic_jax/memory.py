@@ -67,9 +67,7 @@ def stage_bytes(
     return tuple(op.residual_bytes for op in traced_ops(model, loss, targets, residuals))
 
 
-def layer_bytes(
-    layers: Sequence[Layer], structs: Sequence[Struct], residuals: Residuals = "save"
-) -> tuple[int, ...]:
+def layer_bytes(layers: Sequence[Layer], structs: Sequence[Struct], residuals: Residuals = "save") -> tuple[int, ...]:
     """``[L]``: bytes that each layer would keep as a stage of its own.
 
     Args:

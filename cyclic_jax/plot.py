@@ -53,9 +53,7 @@ def _users(schedule: Schedule, tick: int) -> list[list[tuple[int, str, bool]]]:
     return users
 
 
-def _draw_op(
-    axes: Any, cell: tuple[float, float, float], worker: int, kind: str, late: bool, delayed: bool
-) -> None:
+def _draw_op(axes: Any, cell: tuple[float, float, float], worker: int, kind: str, late: bool, delayed: bool) -> None:
     from matplotlib.patches import Rectangle
 
     x, y, width = cell

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from cyclic_jax.executors.base import Executor, Loss
 from cyclic_jax.executors.interleaved import InterleavedExecutor
+from cyclic_jax.executors.pipeline import PipelineExecutor
 from cyclic_jax.executors.replicated import ReplicatedExecutor
 from cyclic_jax.executors.synchronous import SynchronousExecutor
 from cyclic_jax.rules import UpdateRule
@@ -18,6 +19,7 @@ EXECUTORS: dict[str, Any] = {
     "synchronous": SynchronousExecutor,
     "replicated": ReplicatedExecutor,
     "interleaved": InterleavedExecutor,
+    "pipeline": PipelineExecutor,
 }
 
 __all__ = ["EXECUTORS", "Executor", "make_executor"]

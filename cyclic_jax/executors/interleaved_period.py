@@ -63,7 +63,7 @@ class Period:
         """The memory at the end, and the losses that were finished."""
         memory = dict(memory)
         for turn in turns(self.plan.schedule):
-            if (self.started if turn.late else self.batch is not None):
+            if self.started if turn.late else self.batch is not None:
                 (self.forward if turn.op.kind == FORWARD else self.backward)(memory, turn)
         if self.batch is not None:
             self.keep_targets(memory)

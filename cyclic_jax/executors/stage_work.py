@@ -1,0 +1,152 @@
+"""One stage's work on the device that owns it: forward, backward, and the update at the end of each training step.
+
+Both of a stage's versions lie in slots by the parity of their step: theta_t in slot t mod 2. A forward or backward of step t uses
+theta_t where the rule says fresh, else theta_{t−1}, and the update at the end of step t replaces theta_{t−1}, which nobody needs any
+more by theta_{t+1} (derived; ``docs/method.md``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cyclic_jax.executors.guard import Memory, when
+from cyclic_jax.executors.mesh import DATA
+from cyclic_jax.executors.slots import Slots
+from cyclic_jax.executors.stage_op import Inputs, StageOp
+from cyclic_jax.stages import worker_key
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is fixed before anything runs. Slots by what they hold.
+
+    Attributes:
+        ops: forward and backward of each stage.
+        fresh: the rule's mask, bool ``[N, S]``.
+        groups: D.
+        update: ``update(gradient, optimizer state, params) -> (params, optimizer state)`` of one stage.
+        versions: parameters, two slots.
+        optimizer: the optimizer's state.
+        states: statistics, a slot for each worker of the ring.
+        gradients: the running sum of a step.
+        residuals: from a micro-batch's forward to its backward.
+        messages: what leaves a stage: entry j for the activation that enters stage j + 1, with the targets; entry S − 1 + j for the
+            cotangent of what enters stage j + 1.
+    """
+
+    ops: list[StageOp]
+    fresh: np.ndarray
+    groups: int
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    versions: Slots
+    optimizer: Slots
+    states: Slots
+    gradients: Slots
+    residuals: Slots
+    messages: Slots
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return len(self.ops) - 1
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Calls since the start, the start's step, and the run's key; the same on all devices."""
+
+    calls: jax.Array
+    first_step: jax.Array
+    key: jax.Array
+
+
+class StageWork:
+    """The ops of stage j for micro-batch m; m counts from the start of the run, m = tN + i for worker i in step t.
+
+    Buffers: ``versions``, ``optimizer``, ``state``, ``gradient``, ``residuals``; ``mail`` holds what has arrived, ``out`` what will be
+    sent; ``inputs`` is the next micro-batch, ``(inputs, targets)``; ``loss`` and ``loss_step`` are ``[N]``.
+    """
+
+    def __init__(self, plan: Plan, clock: Clock, group: jax.Array):
+        self.plan, self.clock, self.group, self.N = plan, clock, group, len(plan.fresh)
+
+    def forward(self, memory: Memory, j: int, m: jax.Array, mine: jax.Array) -> Memory:
+        """Run stage j on what has arrived; the last stage gives the loss."""
+        op, plan = self.plan.ops[j], self.plan
+        changes = ["residuals", *(["state"] if plan.states.used_bytes(j) else [])]
+        changes += ["loss", "loss_step"] if op.loss else ["out"]
+
+        def body(memory: Memory) -> Memory:
+            t, i = jnp.divmod(m, self.N)
+            x, targets = plan.messages.read(j - 1, memory["mail"]) if j else memory["inputs"]
+            key = worker_key(self.clock.key, self.clock.first_step + t, self.group * self.N + i)
+            inputs = Inputs(x, plan.states.read(j, memory["state"], i), key, targets if op.loss else None)
+            y, state, residuals = op.forward(self.seen(memory, j, t, i), inputs)
+            slot = m % plan.residuals.counts[j] if plan.residuals.counts[j] > 1 else 0
+            changed = {
+                "residuals": plan.residuals.write(j, memory["residuals"], residuals, slot),
+                "state": plan.states.write(j, memory["state"], state, i),
+            }
+            if op.loss:
+                changed["loss"] = memory["loss"].at[i].set(y)
+                changed["loss_step"] = memory["loss_step"].at[i].set(self.clock.first_step + t)
+            else:
+                changed["out"] = plan.messages.write(j, memory["out"], (y, targets))
+            return {**memory, **changed}
+
+        return when(mine, body, memory, changes)
+
+    def backward(self, memory: Memory, j: int, m: jax.Array, mine: jax.Array) -> Memory:
+        """Add the gradient of stage j to the step's sum, and update after the step's last micro-batch."""
+        op, plan = self.plan.ops[j], self.plan
+        changes = ["gradient", "versions", "optimizer", *(["out"] if j else [])]
+
+        def body(memory: Memory) -> Memory:
+            t, i = jnp.divmod(m, self.N)
+            slot = m % plan.residuals.counts[j] if plan.residuals.counts[j] > 1 else 0
+            residuals = plan.residuals.read(j, memory["residuals"], slot)
+            cotangent = jnp.ones_like(memory["loss"][0]) if op.loss else self.arrived_cotangent(memory, j)
+            gradient, cotangent = op.backward(self.seen(memory, j, t, i), residuals, cotangent)
+            # never by multiplying: what the first worker finds in the sum may be anything
+            before = plan.gradients.read(j, memory["gradient"])
+            total = jax.tree.map(lambda b, g: jnp.where(i == 0, 0, b) + g, before, gradient)
+            memory = {**memory, "gradient": plan.gradients.write(j, memory["gradient"], total)}
+            if j:
+                memory["out"] = plan.messages.write(plan.last + j - 1, memory["out"], cotangent)
+            return self.finish(memory, j, t, i == self.N - 1)
+
+        return when(mine, body, memory, changes)
+
+    def seen(self, memory: Memory, j: int, t: jax.Array, i: jax.Array) -> PyTree:
+        """The version of stage j that worker i sees in step t."""
+        delayed = jnp.asarray(~self.plan.fresh[:, j])[i].astype(t.dtype)
+        return self.plan.versions.read(j, memory["versions"], (t - delayed) % 2)
+
+    def arrived_cotangent(self, memory: Memory, j: int) -> PyTree:
+        """What stage j + 1 sent back."""
+        return self.plan.messages.read(self.plan.last + j, memory["mail"])
+
+    def finish(self, memory: Memory, j: int, t: jax.Array, complete: jax.Array) -> Memory:
+        """The update at the end of step t."""
+        plan = self.plan
+
+        def body(memory: Memory) -> Memory:
+            total = plan.gradients.read(j, memory["gradient"])
+            mean = jax.tree.map(lambda g: g / self.N, total)
+            # complete is the same for all groups: they all take part, and nobody else
+            mean = mean if plan.groups == 1 else jax.lax.pmean(mean, DATA)
+            theta = plan.versions.read(j, memory["versions"], t % 2)
+            new, state = plan.update(mean, plan.optimizer.read(j, memory["optimizer"]), theta)
+            return {
+                **memory,
+                "versions": plan.versions.write(j, memory["versions"], new, (t + 1) % 2),
+                "optimizer": plan.optimizer.write(j, memory["optimizer"], state),
+            }
+
+        return when(complete, body, memory, ["versions", "optimizer"])
