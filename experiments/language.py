@@ -29,7 +29,7 @@ from experiments.training import Study, make_study
 class Config(Options):
     """Train update rules side by side on a character-level language model."""
 
-    context: int = 64
+    context: int = 32
     """T: characters of a row, the most that a prediction can look back on."""
     width: int = 64
     """Of a token."""
@@ -49,7 +49,7 @@ class Config(Options):
     """B: rows of a micro-batch."""
     optimizer: str = "adamw"
     """sgd, adamw or muon (from optax)."""
-    lr: float = 3e-3
+    lr: float = 2e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
     """Added to the gradient for sgd, decoupled for the others."""

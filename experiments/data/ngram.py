@@ -13,7 +13,7 @@ def unigram_loss(train: np.ndarray, test: np.ndarray, vocabulary: int) -> float:
         test: integers ``[m]``, m ≥ 2.
         vocabulary: V.
 
-    >>> round(np.exp(unigram_loss(np.array([0, 0]), np.array([0, 1]), 2)), 6)  # p(1) = (0 + 1) / (2 + 2)
+    >>> round(float(np.exp(unigram_loss(np.array([0, 0]), np.array([0, 1]), 2))), 6)  # p(1) = (0 + 1) / (2 + 2)
     4.0
     """
     counts = np.bincount(train, minlength=vocabulary) + 1
