@@ -43,7 +43,7 @@ class Config(Options):
     """dp, cdp-v1, cdp-v2 or cdp-v2-published, each with its executor if it needs another: cdp-v2@replicated."""
     seeds: int = 1
     """How many seeds; they set the parameters, the order of the data and the dropout."""
-    epochs: float = 2.0
+    epochs: float = 3.0
     """How often as many characters are read as the training split has; windows lie at random places."""
     batch_per_worker: int = 8
     """B: rows of a micro-batch."""
@@ -53,7 +53,7 @@ class Config(Options):
     """Peak learning rate."""
     weight_decay: float = 0.01
     """Added to the gradient for sgd, decoupled for the others."""
-    warmup_epochs: float = 0.2
+    warmup_epochs: float = 0.3
     """Linear warm-up."""
     out: Path = Path("runs/language")
     """Folder for results.jsonl, TensorBoard scalars and loss.png."""

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -86,6 +87,13 @@ def test_the_topics_are_real_text():
     assert 'The "if" statement is used for conditional execution' in " ".join(read(text, text.train).split())
     assert f"CPython {sys.version.split()[0]}" in text.description
     assert "PSF licence" in text.description
+
+
+def test_topics_are_in_alphabetical_order(monkeypatch):
+    topics = {"b": "second" * 9, "a": "first" * 9}
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", types.SimpleNamespace(topics=topics))
+    text = python_topics(2)
+    assert read(text, text.train).startswith("first" * 9 + "\n" + "second")
 
 
 def test_a_python_without_topics_is_a_clear_error(monkeypatch):

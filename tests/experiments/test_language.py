@@ -109,7 +109,7 @@ def test_every_rule_is_clearly_below_the_bigram_baseline(tmp_path):
     """The default configuration, a few minutes."""
     language.run_study(language.Config(out=tmp_path))
     bigram = {line["name"]: line["test_loss"] for line in lines(tmp_path, "baseline")}["bigram, add-one"]
-    assert max(line["test_loss"] for line in lines(tmp_path, "result")) < bigram - 0.4
+    assert max(line["test_loss"] for line in lines(tmp_path, "result")) < bigram - 0.5
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,31 @@ def test_a_block_without_mask_would_be_seen():
 
 
 def test_positions_are_seen():
-    """Without them the last output would not know the order of the earlier tokens."""
-    layers = cj.models.causal_transformer(V, **SIZES)
+    """Without them one block would not know the order of the earlier tokens (two would, from the mask)."""
+    layers = cj.models.causal_transformer(V, **{**SIZES, "depth": 1})
     model = cj.partition(layers, 1, by="layers", example=jax.ShapeDtypeStruct((1, T), jnp.int32))
     params, state = model.init(jax.random.key(0))
     x = jnp.array([[1, 2, 3, 4, 5, 6], [2, 1, 3, 4, 5, 6]])
-    first, swapped = model.apply(params, state, x, train=False)[0][:, -1]
-    assert not np.allclose(first, swapped, rtol=1e-5, atol=0)
+
+    def last(params: Any) -> jax.Array:
+        return model.apply(params, state, x, train=False)[0][:, -1]
+
+    first, swapped = last(params)
+    assert not np.allclose(first, swapped, rtol=1e-4, atol=0)
+    first, swapped = last(jax.tree.map_with_path(zero_position, params))
+    np.testing.assert_allclose(first, swapped, rtol=1e-4)
+
+
+def zero_position(path: Any, leaf: jax.Array) -> jax.Array:
+    return jnp.zeros_like(leaf) if "position" in jax.tree_util.keystr(path) else leaf
+
+
+def test_the_head_normalises():
+    head = cj.models.causal_transformer(V, **SIZES)[-1]
+    x = jax.random.normal(jax.random.key(0), (2, T, W))
+    params, state = head.init(jax.random.key(1), x)
+    once, scaled = (head.apply(params, state, factor * x, key=None, train=False)[0] for factor in (1.0, 3.0))
+    np.testing.assert_allclose(once, scaled, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("hidden", "H"), [(None, 4 * W), (12, 12)])
