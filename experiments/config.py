@@ -1,4 +1,4 @@
-"""What an accuracy study trains, as one frozen dataclass, and the presets.
+"""What a study trains, as frozen dataclasses: the options that all studies share, those of the accuracy study, and its presets.
 
 The presets use the hyper-parameters that the authors publish with their code (8 workers, 4 stages by flops). They do not use
 their mask by default: with 4 stages theirs leaves workers 4 to 7 without any delay, which no cyclic schedule can run; the rule
@@ -17,15 +17,9 @@ import cyclic_jax as cj
 
 
 @dataclass(frozen=True)
-class Config:
-    """Train update rules side by side on the same data and seeds."""
+class Options:
+    """What every study has: rules, workers, stages, optimizer, seeds."""
 
-    dataset: str = "digits"
-    """digits, fashion_mnist, cifar10, imagenet2012 or synthetic."""
-    data_dir: Path | None = None
-    """Where fashion_mnist's IDX files or the prepared tensorflow-datasets folder are."""
-    model: str = "tiny_resnet"
-    """tiny_resnet, residual_mlp, resnet18, resnet50 or vit_b16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; parameters are float32."""
     rules: tuple[str, ...] = ("dp", "cdp-v1", "cdp-v2", "cdp-v2@replicated")
@@ -38,7 +32,7 @@ class Config:
     partition: Literal["flops", "params", "layers"] = "flops"
     """What the stages are balanced by."""
     executor: str = "synchronous"
-    """How rules are realised that do not name their executor: synchronous or replicated."""
+    """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""
     devices: int | None = None
     """Simulated CPU devices; by default one for each worker. Without effect on GPUs and TPUs."""
     seeds: int = 3
@@ -65,13 +59,27 @@ class Config:
     """Epochs between drops."""
     drop_factor: float = 0.2
     """What a drop multiplies the learning rate by."""
-    out: Path = Path("runs/accuracy")
+    out: Path = Path("runs")
     """Folder for results.jsonl, TensorBoard scalars and loss.png."""
 
     @property
     def global_batch(self) -> int:
         """Rows of one training step."""
         return self.num_workers * self.batch_per_worker
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """Train update rules side by side on the same data and seeds."""
+
+    dataset: str = "digits"
+    """digits, fashion_mnist, cifar10, imagenet2012 or synthetic."""
+    data_dir: Path | None = None
+    """Where fashion_mnist's IDX files or the prepared tensorflow-datasets folder are."""
+    model: str = "tiny_resnet"
+    """tiny_resnet, residual_mlp, resnet18, resnet50 or vit_b16."""
+    out: Path = Path("runs/accuracy")
+    """Folder for results.jsonl, TensorBoard scalars and loss.png."""
 
 
 _AUTHORS = Config(num_workers=8, num_stages=4, schedule="step", seeds=1, rules=("dp", "cdp-v1", "cdp-v2"))
@@ -101,13 +109,13 @@ def published_mask(num_workers: int, num_stages: int) -> np.ndarray:
     return workers + stages >= num_stages - 1
 
 
-def rule_and_executor(config: Config, entry: str) -> tuple[str, str]:
+def rule_and_executor(config: Options, entry: str) -> tuple[str, str]:
     """``cdp-v2@replicated`` names both; without ``@`` the executor is the configured one."""
     name, _, executor = entry.partition("@")
     return name, executor or config.executor
 
 
-def make_rule(config: Config, entry: str) -> cj.UpdateRule:
+def make_rule(config: Options, entry: str) -> cj.UpdateRule:
     """The rule of an entry of ``config.rules``, for the configured workers and stages."""
     name, executor = rule_and_executor(config, entry)
     if name not in RULES:
@@ -119,7 +127,7 @@ def make_rule(config: Config, entry: str) -> cj.UpdateRule:
     return cj.UpdateRule.custom(published_mask(config.num_workers, config.num_stages), name=name)
 
 
-def check(config: Config) -> None:
+def check(config: Options) -> None:
     """Refuse values that no study can have.
 
     Raises:

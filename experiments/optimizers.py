@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import optax
 
-from experiments.config import Config, nearest
+from experiments.config import Options, nearest
 
 
-def learning_rate(config: Config, steps_per_epoch: int, total_steps: int) -> optax.Schedule:
+def learning_rate(config: Options, steps_per_epoch: int, total_steps: int) -> optax.Schedule:
     """The learning rate as a function of the training step."""
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if config.schedule == "cosine":
@@ -23,26 +23,26 @@ def learning_rate(config: Config, steps_per_epoch: int, total_steps: int) -> opt
     return optax.join_schedules([optax.linear_schedule(0.0, config.lr, warmup), main], [warmup])
 
 
-def _sgd(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _sgd(config: Options, schedule: optax.Schedule) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(config.weight_decay), optax.sgd(schedule, momentum=config.momentum))
 
 
-def _adamw(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _adamw(config: Options, schedule: optax.Schedule) -> optax.GradientTransformation:
     return optax.adamw(schedule, weight_decay=config.weight_decay)
 
 
-def _muon(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _muon(config: Options, schedule: optax.Schedule) -> optax.GradientTransformation:
     return optax.contrib.muon(schedule, weight_decay=config.weight_decay)
 
 
-OPTIMIZERS: dict[str, Callable[[Config, optax.Schedule], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[Options, optax.Schedule], optax.GradientTransformation]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "muon": _muon,
 }
 
 
-def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(config: Options, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The configured optimizer.
 
     Raises:

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 
-from experiments.config import Config
+from experiments.config import Options
 from experiments.training import Run
 
 matplotlib.use("Agg")
@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 class Log:
     """JSON lines and TensorBoard scalars in ``folder``, written as the run goes; a context manager."""
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, config: Options):
         from tensorboardX import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,13 @@ class Log:
         """The end of one run."""
         values = {name: getattr(run, name) for name in ("test_accuracy", "test_loss", "final_loss", "seconds")}
         self._line(kind="result", rule=run.rule, seed=run.seed, steps=len(run.losses), **values)
-        self._scalars(run.rule, run.seed, len(run.losses), {"test_accuracy": run.test_accuracy})
+        self._scalars(
+            run.rule, run.seed, len(run.losses), {"test_accuracy": run.test_accuracy, "test_loss": run.test_loss}
+        )
+
+    def baseline(self, name: str, test_loss: float) -> None:
+        """What the test costs without a model."""
+        self._line(kind="baseline", name=name, test_loss=test_loss)
 
     def _line(self, **values: Any) -> None:
         self._file.write(json.dumps(values, default=str) + "\n")
@@ -68,15 +74,47 @@ def by_rule(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return groups
 
 
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean ± sample standard deviation; the mean alone for one value.
+
+    >>> spread([1.0, 3.0], 2), spread([1.0], 2)
+    ('2.00 ± 1.41', '1.00')
+    """
+    deviation = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{deviation}"
+
+
 def table(runs: Sequence[Run]) -> str:
     """Markdown: rule, test accuracy (mean ± sample standard deviation over seeds), final loss, seconds a run."""
     rows = ["| rule | test accuracy (%) | final loss | time (s) |", "| --- | --- | --- | --- |"]
     for rule, group in by_rule(runs).items():
-        accuracy = 100 * np.array([run.test_accuracy for run in group])
-        spread = f" ± {accuracy.std(ddof=1):.2f}" if len(group) > 1 else ""
-        loss, seconds = (np.mean([getattr(run, name) for run in group]) for name in ("final_loss", "seconds"))
-        rows.append(f"| {rule} | {accuracy.mean():.2f}{spread} | {loss:.4f} | {seconds:.1f} |")
+        accuracy = spread([100 * run.test_accuracy for run in group], 2)
+        rows.append(f"| {rule} | {accuracy} | {_loss_and_time(group)} |")
     return "\n".join(rows)
+
+
+def loss_table(runs: Sequence[Run], executors: Mapping[str, str], baselines: Mapping[str, float]) -> str:
+    """Markdown: rule, its executor, test loss (mean ± sample standard deviation over seeds), final training loss, seconds a run.
+
+    Args:
+        runs: of every rule and seed.
+        executors: the name of each rule's executor.
+        baselines: test losses without a model, by name.
+    """
+    rows = [
+        "| rule | executor | test loss (nats/char) | final train loss | time (s) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for rule, group in by_rule(runs).items():
+        loss = spread([run.test_loss for run in group], 3)
+        rows.append(f"| {rule} | {executors[rule]} | {loss} | {_loss_and_time(group)} |")
+    rows += [f"| {name} | none | {loss:.3f} | | |" for name, loss in baselines.items()]
+    return "\n".join(rows)
+
+
+def _loss_and_time(group: Sequence[Run]) -> str:
+    loss, seconds = (np.mean([getattr(run, name) for run in group]) for name in ("final_loss", "seconds"))
+    return f"{loss:.4f} | {seconds:.1f}"
 
 
 def plot_losses(runs: Sequence[Run], path: Path) -> None:

@@ -15,7 +15,7 @@ import optax
 
 import cyclic_jax as cj
 from cyclic_jax.state import snapshot_of
-from experiments.config import Config, check, make_rule, rule_and_executor
+from experiments.config import Config, Options, check, make_rule, rule_and_executor
 from experiments.data import load
 from experiments.data.augment import make_augment
 from experiments.optimizers import learning_rate, make_optimizer
@@ -28,7 +28,7 @@ READ_LATE = 4  # calls whose metrics are not read yet
 class Study:
     """Everything the rules share: data, stages, optimizer, and one executor for each rule."""
 
-    config: Config
+    config: Options
     data: Any
     model: cj.StagedModel
     optimizer: optax.GradientTransformation
@@ -61,19 +61,33 @@ class Run:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean over the micro-batch, computed in float32."""
+    """Mean over the labels of the micro-batch, computed in float32: logits ``[B, …, classes]``, labels ``[B, …]``."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
 def prepare(config: Config) -> Study:
-    """Check the whole configuration and build what the rules share; nothing is compiled yet."""
+    """Check the whole configuration and build what the rules of an accuracy study share; nothing is compiled yet."""
     check(config)
-    rules = {name: make_rule(config, name) for name in config.rules}
+    for entry in config.rules:
+        make_rule(config, entry)  # an unknown one is refused before the data is read
     data = load(config.dataset, data_dir=config.data_dir)
     dtype = jnp.dtype(config.dtype)
     layers = cj.models.build(config.model, num_classes=data.num_classes, image_shape=data.image_shape, dtype=dtype)
     layers = (with_augmentation(layers[0], data, dtype), *layers[1:])
-    example = jax.ShapeDtypeStruct((config.batch_per_worker, *data.image_shape), data.image_dtype)
+    return make_study(config, data, layers, jax.ShapeDtypeStruct(data.image_shape, data.image_dtype))
+
+
+def make_study(config: Options, data: Any, layers: tuple[cj.Layer, ...], row: jax.ShapeDtypeStruct) -> Study:
+    """Stages, optimizer and executors for a model on its data; nothing is compiled yet.
+
+    Args:
+        config: a checked one.
+        data: with ``batches``, ``eval_batches`` and ``steps_per_epoch``, as :class:`experiments.data.DatasetLike`.
+        layers: the model.
+        row: one row of the inputs, without the batch axis.
+    """
+    rules = {name: make_rule(config, name) for name in config.rules}
+    example = jax.ShapeDtypeStruct((config.batch_per_worker, *row.shape), row.dtype)
     model = cj.partition(layers, config.num_stages, by=config.partition, example=example)
     per_epoch = data.steps_per_epoch(config.global_batch)
     total = config.steps or max(1, round(config.epochs * per_epoch))
@@ -86,7 +100,7 @@ def prepare(config: Config) -> Study:
 
 
 def make_executors(
-    config: Config, model: cj.StagedModel, optimizer: optax.GradientTransformation, rules: dict[str, cj.UpdateRule]
+    config: Options, model: cj.StagedModel, optimizer: optax.GradientTransformation, rules: dict[str, cj.UpdateRule]
 ) -> dict[str, cj.Executor]:
     """One executor per rule; they share what is compiled where the executor takes the mask as data."""
     executors: dict[str, Any] = {}
@@ -186,11 +200,11 @@ class Losses:
 
 
 def evaluate(study: Study, executor: cj.Executor, snapshot: cj.Snapshot) -> tuple[float, float]:
-    """Accuracy and mean loss over the test split."""
+    """Accuracy and mean loss over the test split, over images or over characters: whatever has a label."""
     totals = np.zeros(3)
-    for images, labels, valid in study.data.eval_batches(study.config.global_batch):
-        images, labels, valid = jax.device_put((images, labels, valid), executor.batch_sharding)
-        totals += np.asarray(study.evaluate_batch(snapshot.params, snapshot.model_state, images, labels, valid))
+    for inputs, labels, valid in study.data.eval_batches(study.config.global_batch):
+        inputs, labels, valid = jax.device_put((inputs, labels, valid), executor.batch_sharding)
+        totals += np.asarray(study.evaluate_batch(snapshot.params, snapshot.model_state, inputs, labels, valid))
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
 
 

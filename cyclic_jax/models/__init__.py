@@ -1,4 +1,7 @@
-"""Models as lists of layers, at the granularity of residual blocks."""
+"""Models as lists of layers, at the granularity of residual blocks.
+
+``MODELS`` and :func:`build` are the image classifiers; :func:`causal_transformer` reads tokens and is called by itself.
+"""
 
 import difflib
 from collections.abc import Callable
@@ -7,6 +10,7 @@ from typing import Any
 
 from cyclic_jax.models.mlp import residual_mlp
 from cyclic_jax.models.resnet import resnet, resnet18, resnet50, tiny_resnet
+from cyclic_jax.models.transformer import causal_transformer
 from cyclic_jax.models.vit import vit, vit_b16
 from cyclic_jax.stages import Layer
 
@@ -20,11 +24,22 @@ MODELS: dict[str, Callable[..., tuple[Layer, ...]]] = {
     "vit_b16": vit_b16,
 }
 
-__all__ = ["MODELS", "build", "residual_mlp", "resnet", "resnet18", "resnet50", "tiny_resnet", "vit", "vit_b16"]
+__all__ = [
+    "MODELS",
+    "build",
+    "causal_transformer",
+    "residual_mlp",
+    "resnet",
+    "resnet18",
+    "resnet50",
+    "tiny_resnet",
+    "vit",
+    "vit_b16",
+]
 
 
 def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], **options: Any) -> tuple[Layer, ...]:
-    """A model by name, in the form that fits the images.
+    """An image classifier by name, in the form that fits the images.
 
     Args:
         name: a key of ``MODELS``.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from cyclic_jax.models.attention import TransformerBlock
 from cyclic_jax.models.resnet import _make
 from cyclic_jax.stages import Layer, from_nnx
 
@@ -42,24 +43,6 @@ class Embedding(nnx.Module):
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
         return self.dropout(jnp.concatenate([first, x], axis=1) + self.position[...].astype(x.dtype))
-
-
-class EncoderBlock(nnx.Module):
-    """Self-attention and an MLP, each behind a LayerNorm and around a residual connection."""
-
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float, *, rngs: nnx.Rngs, **dtypes: Any):
-        norm = partial(nnx.LayerNorm, width, epsilon=1e-6, rngs=rngs, **dtypes)
-        self.norm1, self.norm2 = norm(), norm()
-        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **dtypes)
-        self.up = nnx.Linear(width, hidden, rngs=rngs, **dtypes)
-        self.down = nnx.Linear(hidden, width, rngs=rngs, **dtypes)
-        self.dropout1, self.dropout2, self.dropout3 = (nnx.Dropout(dropout, rngs=rngs) for _ in range(3))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[B, tokens, width]`` to the same."""
-        x = x + self.dropout1(self.attention(self.norm1(x)))
-        hidden = self.dropout2(nnx.gelu(self.up(self.norm2(x)), approximate=False))
-        return x + self.dropout3(self.down(hidden))
 
 
 class Head(nnx.Module):
@@ -114,7 +97,7 @@ def vit(
             f"patch={patch} must divide image_size={image_size}, and heads={heads} must divide width={width}"
         )
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-    block = partial(_make, EncoderBlock, width, heads, hidden, dropout, **dtypes)
+    block = partial(_make, TransformerBlock, width, heads, hidden, dropout, **dtypes)
     return from_nnx(
         [
             ("embedding", partial(_make, Embedding, image_size, patch, in_channels, width, dropout, **dtypes)),

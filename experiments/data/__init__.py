@@ -1,7 +1,7 @@
 """Data for the experiments: one function, :func:`load`.
 
 Nothing is downloaded. ``digits`` is embedded; ``fashion_mnist``, ``cifar10`` and ``imagenet2012`` are read from the user's own
-copies; ``synthetic`` is a stand-in and not real data.
+copies; ``synthetic`` is a stand-in and not real data. Those are labelled images; text is in :mod:`experiments.data.text`.
 """
 
 import difflib

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import cyclic_jax as cj
+from cyclic_jax.models.attention import TransformerBlock
 from cyclic_jax.models.resnet import Block, ConvNorm, basic_convs, bottleneck_convs
-from cyclic_jax.models.vit import EncoderBlock
 from cyclic_jax.stages import check_layers
 
 models = cj.models
@@ -105,7 +105,7 @@ def test_blocks_add_their_input(convs):
 
 
 def test_attention_does_not_know_the_order_of_tokens():
-    block = EncoderBlock(8, 2, 16, 0.0, rngs=nnx.Rngs(0), **DTYPES)
+    block = TransformerBlock(8, 2, 16, 0.0, rngs=nnx.Rngs(0), **DTYPES)
     block.eval()
     x = jax.random.normal(jax.random.key(0), (2, 5, 8))
     order = jnp.array([3, 0, 4, 1, 2])

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 import cyclic_jax as cj
+from cyclic_jax.models.attention import TransformerBlock
 from cyclic_jax.models.mlp import Block as MLPBlock
 from cyclic_jax.models.resnet import Block, Stem, basic_convs, bottleneck_convs
-from cyclic_jax.models.vit import EncoderBlock
 from cyclic_jax.stages import check_layers
 
 models = cj.models
@@ -67,7 +67,7 @@ def test_mlp_block_adds_its_input(batch_norm):
 
 def test_encoder_block_adds_its_input_twice():
     """With either branch silent the other still acts; with both, the input is the output."""
-    block = EncoderBlock(8, 2, 16, 0.0, rngs=nnx.Rngs(0), **DTYPES)
+    block = TransformerBlock(8, 2, 16, 0.0, rngs=nnx.Rngs(0), **DTYPES)
     x = jax.random.normal(jax.random.key(0), (2, 3, 8))
     whole = block(x)
     attention, mlp = block.attention.out.kernel, block.down.kernel
