@@ -116,10 +116,21 @@ def start(name: str, config: Config) -> Timed:
         from benchmarks.data_parallel import DataParallel
 
         return Timed(DataParallel(model, loss, optimizer, N), state, batch, 1.0)
-    schedule = cj.Schedule.balanced(N, [1] * stages, [2] * stages) if balanced else cj.Schedule.cyclic(N)
-    rule = cj.UpdateRule.cdp_v1(N, stages) if name.startswith("v1") else cj.UpdateRule.freshest(schedule)
-    executor = cj.make_executor("replicated", model, loss, optimizer, rule=rule, schedule=schedule)
-    return Timed(executor, state, batch, schedule.makespan(1, 2) / (3 * stages))
+    table, kind = name.split()
+    schedule = make_schedule(table, kind, N, stages)
+    rule = cj.UpdateRule.cdp_v1(N, stages) if table == "v1" else cj.UpdateRule.freshest(schedule)
+    executor = cj.make_executor(kind, model, loss, optimizer, rule=rule, schedule=schedule)
+    moving = "gradients" if kind == "replicated" else "activations"
+    return Timed(executor, state, batch, schedule.makespan(1, 2, moving=moving) / schedule.ideal(1, 2, moving=moving))
+
+
+def make_schedule(table: str, kind: str, num_workers: int, num_stages: int) -> cj.Schedule:
+    """``balanced`` or the executor's own table; ``one-op`` asks for one op a tick."""
+    if table == "balanced":
+        return cj.Schedule.balanced(num_workers, [1] * num_stages, [2] * num_stages)
+    if kind == "pipeline" and table != "one-op":
+        return cj.Schedule.pipeline(num_workers)
+    return cj.Schedule.cyclic(num_workers)
 
 
 if __name__ == "__main__":
