@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from cyclic_jax.executors.base import Executor, Loss
 from cyclic_jax.executors.interleaved import InterleavedExecutor
+from cyclic_jax.executors.model_parallel import ModelParallelExecutor
 from cyclic_jax.executors.pipeline import PipelineExecutor
 from cyclic_jax.executors.replicated import ReplicatedExecutor
 from cyclic_jax.executors.synchronous import SynchronousExecutor
@@ -20,6 +21,7 @@ EXECUTORS: dict[str, Any] = {
     "replicated": ReplicatedExecutor,
     "interleaved": InterleavedExecutor,
     "pipeline": PipelineExecutor,
+    "model_parallel": ModelParallelExecutor,
 }
 
 __all__ = ["EXECUTORS", "Executor", "make_executor"]

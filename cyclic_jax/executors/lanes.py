@@ -16,7 +16,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """An op that starts in a phase of each block, for the micro-batch that began ``age`` blocks before."""
+    """An op that starts (or ends) in a phase of each block, for the micro-batch that began ``age`` blocks before."""
 
     op: Op
     age: int
@@ -66,27 +66,40 @@ class Lanes:
     def _end(self, op: Op) -> int:
         return self._start(op) + self.schedule.slots[op].length
 
+    def age(self, op: Op) -> int:
+        """Blocks from the start of a micro-batch to the start of its op."""
+        return self._start(op) // self.offset
+
     @cached_property
     def turns(self) -> tuple[tuple[Turn, ...], ...]:
         """For each phase of a block the ops that start in it, at most one a device."""
         phases: list[list[Turn]] = [[] for _ in range(self.offset)]
         for op in self.schedule.slots:
-            age, phase = divmod(self._start(op), self.offset)
-            phases[phase].append(Turn(op, age))
+            phases[self._start(op) % self.offset].append(Turn(op, self.age(op)))
+        return tuple(map(tuple, phases))
+
+    @cached_property
+    def sends(self) -> tuple[tuple[Turn, ...], ...]:
+        """For each phase the ops that end in it and whose result goes to another stage; ages are those of their end."""
+        phases: list[list[Turn]] = [[] for _ in range(self.offset)]
+        for op in self.schedule.slots:
+            age, phase = divmod(self._end(op) - 1, self.offset)
+            if 0 <= receiver(op) < self.schedule.num_stages:
+                phases[phase].append(Turn(op, age))
         return tuple(map(tuple, phases))
 
     @cached_property
     def pairs(self) -> tuple[Pairs, ...]:
-        """For each phase, who sends to whom when it ends."""
-        phases: list[list[tuple[int, int]]] = [[] for _ in range(self.offset)]
-        for op in self.schedule.slots:
-            receiver = op.stage + (1 if op.kind == FORWARD else -1)
-            if 0 <= receiver < self.schedule.num_stages:
-                phases[(self._end(op) - 1) % self.offset].append((op.stage, receiver))
-        return tuple(tuple(sorted(pairs)) for pairs in phases)
+        """For each phase, which stage sends to which when it ends."""
+        return tuple(tuple(sorted((turn.op.stage, receiver(turn.op)) for turn in turns)) for turns in self.sends)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """For each device, how many micro-batches wait there between forward and backward."""
         stages = range(self.schedule.num_stages)
         return tuple(-(-(self._end(Op(BACKWARD, j)) - self._start(Op(FORWARD, j))) // self.offset) for j in stages)
+
+
+def receiver(op: Op) -> int:
+    """The stage that an op's result goes to."""
+    return op.stage + (1 if op.kind == FORWARD else -1)

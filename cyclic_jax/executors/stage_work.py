@@ -3,6 +3,10 @@
 Both of a stage's versions lie in slots by the parity of their step: theta_t in slot t mod 2. A forward or backward of step t uses
 theta_t where the rule says fresh, else theta_{t−1}, and the update at the end of step t replaces theta_{t−1}, which nobody needs any
 more by theta_{t+1} (derived; ``docs/method.md``).
+
+Where a stage has several replicas, micro-batch m is on replica m mod K. The running sum goes from one to the next; the replica that
+completes it is the one that needs the new version first, and the finished sum goes on from there, one replica a block: each
+updates with it after the backward that it does in that block (derived).
 """
 
 from collections.abc import Callable
@@ -36,6 +40,7 @@ class Plan:
         states: statistics, a slot for each worker of the ring.
         gradients: the running sum of a step.
         residuals: from a micro-batch's forward to its backward.
+        replicas: of each stage.
         messages: what leaves a stage: entry j for the activation that enters stage j + 1, with the targets; entry S − 1 + j for the
             cotangent of what enters stage j + 1.
     """
@@ -50,6 +55,7 @@ class Plan:
     gradients: Slots
     residuals: Slots
     messages: Slots
+    replicas: tuple[int, ...]
 
     @property
     def last(self) -> int:
@@ -106,6 +112,7 @@ class StageWork:
         """Add the gradient of stage j to the step's sum, and update after the step's last micro-batch."""
         op, plan = self.plan.ops[j], self.plan
         changes = ["gradient", "versions", "optimizer", *(["out"] if j else [])]
+        changes += ["finished"] if plan.replicas[j] > 1 else []
 
         def body(memory: Memory) -> Memory:
             t, i = jnp.divmod(m, self.N)
@@ -119,7 +126,7 @@ class StageWork:
             memory = {**memory, "gradient": plan.gradients.write(j, memory["gradient"], total)}
             if j:
                 memory["out"] = plan.messages.write(plan.last + j - 1, memory["out"], cotangent)
-            return self.finish(memory, j, t, i == self.N - 1)
+            return self.finish(memory, j, t, i)
 
         return when(mine, body, memory, changes)
 
@@ -132,21 +139,36 @@ class StageWork:
         """What stage j + 1 sent back."""
         return self.plan.messages.read(self.plan.last + j, memory["mail"])
 
-    def finish(self, memory: Memory, j: int, t: jax.Array, complete: jax.Array) -> Memory:
-        """The update at the end of step t."""
+    def finish(self, memory: Memory, j: int, t: jax.Array, i: jax.Array) -> Memory:
+        """The update that is due after a backward: of step t where it completes the sum, of step t − 1 where that sum arrived."""
+        plan, complete = self.plan, i == self.N - 1
+        if plan.replicas[j] == 1:
+            return when(complete, lambda m: self.update(m, j, t, self.mean(m, j)), memory, ["versions", "optimizer"])
+
+        def keep(memory: Memory) -> Memory:
+            return {**memory, "finished": plan.gradients.write(j, memory["finished"], self.mean(memory, j))}
+
+        def apply(memory: Memory) -> Memory:
+            step = jnp.where(complete, t, t - 1)
+            return self.update(memory, j, step, plan.gradients.read(j, memory["finished"]))
+
+        memory = when(complete, keep, memory, ["finished"])
+        arrived = (i <= plan.replicas[j] - 2) & (t >= 1)
+        return when(complete | arrived, apply, memory, ["versions", "optimizer"])
+
+    def mean(self, memory: Memory, j: int) -> PyTree:
+        """The finished sum as a mean. All groups finish it at the same time: they all take part, and nobody else."""
+        total = self.plan.gradients.read(j, memory["gradient"])
+        mean = jax.tree.map(lambda g: g / self.N, total)
+        return mean if self.plan.groups == 1 else jax.lax.pmean(mean, DATA)
+
+    def update(self, memory: Memory, j: int, t: jax.Array, gradient: PyTree) -> Memory:
+        """theta_{t+1} from theta_t, in the place of theta_{t−1}."""
         plan = self.plan
-
-        def body(memory: Memory) -> Memory:
-            total = plan.gradients.read(j, memory["gradient"])
-            mean = jax.tree.map(lambda g: g / self.N, total)
-            # complete is the same for all groups: they all take part, and nobody else
-            mean = mean if plan.groups == 1 else jax.lax.pmean(mean, DATA)
-            theta = plan.versions.read(j, memory["versions"], t % 2)
-            new, state = plan.update(mean, plan.optimizer.read(j, memory["optimizer"]), theta)
-            return {
-                **memory,
-                "versions": plan.versions.write(j, memory["versions"], new, (t + 1) % 2),
-                "optimizer": plan.optimizer.write(j, memory["optimizer"], state),
-            }
-
-        return when(complete, body, memory, ["versions", "optimizer"])
+        theta = plan.versions.read(j, memory["versions"], t % 2)
+        new, state = plan.update(gradient, plan.optimizer.read(j, memory["optimizer"]), theta)
+        return {
+            **memory,
+            "versions": plan.versions.write(j, memory["versions"], new, (t + 1) % 2),
+            "optimizer": plan.optimizer.write(j, memory["optimizer"], state),
+        }
