@@ -1,4 +1,4 @@
-"""Test sessions run on eight simulated devices, set before jax starts."""
+"""Test sessions run on ten simulated devices (model parallelism with N = 4 needs them), set before jax starts."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from cyclic_jax.simulation import simulate_devices
 
 # most of the time goes into compiling tiny programs: let the last, machine-level stage of it be quick
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-simulate_devices(8)
+simulate_devices(10)
 hypothesis.settings.register_profile("default", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile("default")
 

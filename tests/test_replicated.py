@@ -16,15 +16,10 @@ from cyclic_jax.communication import collectives
 from cyclic_jax.executors.replicated import ReplicatedExecutor
 from cyclic_jax.executors.ring import Ring
 from tests import problems
+from tests.proofs import RULES, STEPS, TOLERANCE, check, custom, expected, run
 
 pytestmark = pytest.mark.usefixtures("float64")
-TOLERANCE, STEPS = 1e-12, 6
 BALANCED = {n: cj.Schedule.balanced(n, [1] * 2 * n, [2] * 2 * n) for n in (2, 3, 4)}
-
-
-def custom(n: int) -> cj.UpdateRule:
-    """Feasible, neither v1 nor v2: every other cell of the freshest mask."""
-    return cj.UpdateRule.custom(cj.UpdateRule.cdp_v2(n).fresh & (np.add.outer(range(n), range(2, 2 + n)) % 2 == 0))
 
 
 def machine(
@@ -38,48 +33,6 @@ def machine(
     inner = problems.OPTIMIZERS[optimizer]
     options = {"fill": np.nan, **options}
     return ReplicatedExecutor(model, problems.loss, inner, rule=rule, schedule=schedule, mesh=mesh, **options)
-
-
-def run(executor: Any, state: cj.TrainState, steps: int, drain_after: int | None = None) -> tuple[cj.TrainState, dict]:
-    """The drained state and every loss by (worker, step)."""
-    carry, losses = executor.init(state), {}
-
-    def note(metrics: cj.Metrics) -> None:
-        for worker, (loss, step) in enumerate(zip(np.asarray(metrics.loss), metrics.step.tolist(), strict=True)):
-            if step >= 0:
-                assert (worker, step) not in losses
-                losses[worker, step] = loss
-
-    for t in range(steps):
-        carry, metrics = executor.step(carry, problems.batch(t, executor.num_workers))
-        note(metrics)
-        if drain_after == t:
-            state, metrics = executor.drain(carry)
-            note(metrics)
-            carry = executor.init(state)
-    state, metrics = executor.drain(carry)
-    note(metrics)
-    return state, losses
-
-
-def expected(fresh: np.ndarray, optimizer: str, state: cj.TrainState, steps: int) -> tuple[cj.TrainState, dict]:
-    step, losses = problems.reference(fresh.shape[1], len(fresh), optimizer), {}
-    for t in range(steps):
-        state, metrics = step(fresh, state, problems.batch(t, len(fresh)))
-        losses |= {(i, int(metrics.step[i])): loss for i, loss in enumerate(np.asarray(metrics.loss))}
-    return state, losses
-
-
-def check(
-    executor: ReplicatedExecutor, optimizer: str, state: cj.TrainState, steps: int = STEPS, **options: Any
-) -> None:
-    fresh = executor.rule.tiled(executor.num_workers // executor.rule.num_workers).fresh
-    got, want = run(executor, state, steps, **options), expected(fresh, optimizer, state, steps)
-    assert got[1].keys() == want[1].keys()
-    assert problems.distance(got, want) <= TOLERANCE
-
-
-RULES = {"v1": cj.UpdateRule.cdp_v1, "v2": cj.UpdateRule.cdp_v2, "custom": custom}
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -313,9 +266,9 @@ def test_refused():
         machine(rule, "clip")
     with pytest.raises(ValueError, match="'dp' wants worker 0 to be fresh on stage 0"):
         machine(cj.UpdateRule.dp(3))
-    with pytest.raises(ValueError, match="3 workers need a device each, and the mesh has 1 along 'cyclic'"):
+    with pytest.raises(ValueError, match="3 devices are needed, and the mesh has 1 along 'cyclic'"):
         machine(rule, mesh=Mesh(np.asarray(jax.devices()[:1]), ("cyclic",)))
-    with pytest.raises(ValueError, match="16 workers need a device each, and there are 8"):
+    with pytest.raises(ValueError, match="16 devices are needed, and there are 10"):
         ReplicatedExecutor(problems.model(8), problems.loss, optax.sgd(0.1), rule=cj.UpdateRule.cdp_v1(16, 8))
     with pytest.raises(ValueError, match="the ring does not close"):
         machine(cj.UpdateRule.cdp_v1(2), schedule=cj.Schedule.gpipe(2, 2))

@@ -1,11 +1,11 @@
-"""Device meshes: an axis ``cyclic`` for the workers of one ring, and ``data`` for copies of the ring."""
+"""Device meshes: an axis ``cyclic`` for the devices of one ring (or ``stage``, as pipelines call it), ``data`` for its copies."""
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-DATA, CYCLIC = "data", "cyclic"
+DATA, CYCLIC, STAGE = "data", "cyclic", "stage"
 
 
 def default_mesh(num_workers: int) -> Mesh:
@@ -23,6 +23,8 @@ def check_mesh(mesh: Mesh, num_workers: int) -> Mesh:
     Raises:
         ValueError: for other axes, or a ``cyclic`` axis whose size does not divide N.
     """
+    if STAGE in mesh.axis_names and CYCLIC not in mesh.axis_names:
+        mesh = Mesh(mesh.devices, tuple(CYCLIC if name == STAGE else name for name in mesh.axis_names))
     if CYCLIC not in mesh.axis_names or not set(mesh.axis_names) <= {DATA, CYCLIC}:
         raise ValueError(f"mesh axes are {mesh.axis_names}: expected ('cyclic',) or ('data', 'cyclic')")
     size = mesh.shape[CYCLIC]
@@ -38,17 +40,15 @@ def check_mesh(mesh: Mesh, num_workers: int) -> Mesh:
     return Mesh(mesh.devices, (DATA, CYCLIC))
 
 
-def ring_mesh(mesh: Mesh | None, num_workers: int) -> Mesh:
-    """The mesh of an executor that puts each worker on a device of its own.
+def ring_mesh(mesh: Mesh | None, num_devices: int) -> Mesh:
+    """The mesh of an executor that needs this many devices along ``cyclic``.
 
     Raises:
-        ValueError: if there are fewer devices than workers, or the mesh has another number along ``cyclic``.
+        ValueError: if there are fewer devices, or the mesh has another number along ``cyclic``.
     """
-    if mesh is None and len(jax.devices()) < num_workers:
-        raise ValueError(f"{num_workers} workers need a device each, and there are {len(jax.devices())}")
-    mesh = default_mesh(num_workers) if mesh is None else check_mesh(mesh, num_workers)
-    if mesh.shape[CYCLIC] != num_workers:
-        raise ValueError(
-            f"{num_workers} workers need a device each, and the mesh has {mesh.shape[CYCLIC]} along 'cyclic'"
-        )
+    if mesh is None and len(jax.devices()) < num_devices:
+        raise ValueError(f"{num_devices} devices are needed, and there are {len(jax.devices())}")
+    mesh = default_mesh(num_devices) if mesh is None else check_mesh(mesh, num_devices)
+    if mesh.shape[CYCLIC] != num_devices:
+        raise ValueError(f"{num_devices} devices are needed, and the mesh has {mesh.shape[CYCLIC]} along 'cyclic'")
     return mesh
