@@ -1,11 +1,11 @@
 """Activation memory over one training step: all micro-batches at once against the cyclic schedule.
 
-``python -m experiments.memory`` prints the peaks for ResNet-50 and ViT-B/16, writes them as JSON, and draws the curves. The bytes are
-the residuals of each stage's own backward; nothing is executed or compiled.
+``python -m experiments.memory`` prints the peaks for ResNet-50 and ViT-B/16, writes them as JSON, and draws the curves. The bytes
+are the residuals of each stage's own backward; nothing is executed or compiled.
 
-The cyclic table needs S stages with N a divisor of 2S. With ``--granularity stage``, S is N, or the largest such S that the model has
-layers for. Where there is none, and with ``--granularity layer``, every layer is a stage of its own, each op takes the same time, and
-workers are spread evenly over it: finer than any partition, and possible for every N.
+The cyclic table needs S stages with N a divisor of 2S. With ``--granularity stage``, S is N, or the largest such S that the model
+has layers for. Where there is none, and with ``--granularity layer``, every layer is a stage of its own, each op takes the same
+time, and workers are spread evenly over it: finer than any partition, and possible for every N.
 
 ``--measure`` compiles the interleaved executor and prints the compiler's peak beside the prediction; choose a small setting.
 """
@@ -204,7 +204,9 @@ def run(config: Config) -> str:
     draw(rows, config.out / "memory.png")
     draw_schedule(config.out / "schedule.png")
     fine = [r for r in rows if r.granularity == "layer"]
-    note = "\n\nS (layers): every layer is a stage, all ops equally long, workers spread evenly over them." if fine else ""
+    note = (
+        "\n\nS (layers): every layer is a stage, all ops equally long, workers spread evenly over them." if fine else ""
+    )
     return table(rows) + note
 
 

@@ -74,7 +74,9 @@ class _Replay:
         """Takes residuals and a cotangent, makes the cotangent before it and the gradient."""
         done = [f"residuals{i}/{j}", f"used{i}"]
         # the last stage of a model without a loss has its output where a cotangent of that shape will be
-        self.held[f"used{i}"] = self.held.pop(f"cotangent{i}") if f"cotangent{i}" in self.held else self.held.pop(f"x{i}")
+        self.held[f"used{i}"] = (
+            self.held.pop(f"cotangent{i}") if f"cotangent{i}" in self.held else self.held.pop(f"x{i}")
+        )
         if j:
             self.held[f"cotangent{i}"] = self.new(i, ("cotangent", j), split(self.ops[j].stage.input_struct)[0])
         self.held.setdefault(f"sum{j}", {f"sum{j}": self.gradients[j]})
