@@ -12,7 +12,7 @@ SMALL = ["--models", "tiny_resnet", "--image-size", "16", "--batch-per-worker", 
 def test_the_command_line(tmp_path, capsys):
     memory.main([*SMALL, "--num-workers", "2", "4", "--dtypes", "float32", "bfloat16", "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| model | dtype | N | S | peak dp (GiB)")
+    assert lines[0].startswith("| model | dtype | N | S | peak dp (MiB)")
     rows = json.loads((tmp_path / "memory.json").read_text())
     assert [(r["num_workers"], r["dtype"]) for r in rows] == [
         (2, "float32"),
