@@ -35,10 +35,10 @@ class Config:
     """N: micro-batches of a step."""
     num_stages: int = 4
     """S: stages of the model."""
-    partition: Literal["flops", "params", "layers"] = "flops"
+    partition: Literal["flops", "params", "layers", "activations"] = "flops"
     """What the stages are balanced by."""
     executor: str = "synchronous"
-    """How rules are realised that do not name their executor: synchronous or replicated."""
+    """How rules are realised that do not name their executor: synchronous, replicated or interleaved."""
     devices: int | None = None
     """Simulated CPU devices; by default one for each worker. Without effect on GPUs and TPUs."""
     seeds: int = 3
