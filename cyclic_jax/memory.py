@@ -1,8 +1,9 @@
 """Bytes of activations: what each stage or layer keeps for its backward, and how much of it is live over a schedule.
 
-Everything here is read off the VJPs' own residuals (:class:`cyclic_jax.executors.stage_op.StageOp`); nothing is executed. Weights and
-what the forward makes of weights alone are not counted, and a value that a stage keeps twice is counted once. A stage's input is
-counted where the stage's backward needs it. Units are bytes of one micro-batch, whose rows B are those of the model's example.
+Everything here is read off the VJPs' own residuals (:class:`cyclic_jax.executors.stage_op.StageOp`); nothing is executed. Weights
+and what the forward makes of weights alone are not counted, and a value that a stage keeps twice is counted once. A stage's input
+is counted where the stage's backward needs it; if the stage before keeps it too, as its output, it is counted at both. Units are
+bytes of one micro-batch, whose rows B are those of the model's example.
 
 What the compiler allocates beside residuals (the working memory of one op) is not predicted; :func:`compiled_bytes` reads its
 figures.
@@ -113,7 +114,11 @@ class Peaks:
 
     @property
     def ratio(self) -> float:
-        """``cdp / dp``; (N+1)/(2N) for uniform stages and one op a tick (derived)."""
+        """``cdp / dp``; for one op a tick and S = N it is Σ_j (N−j)·a_j / (N·A), a_j the bytes of stage j and A their sum.
+
+        That is (N+1)/(2N) for uniform stages, more if early stages are the larger ones (derived: N − j micro-batches hold
+        stage j at every tick).
+        """
         return self.cdp / self.dp
 
     @property
@@ -135,7 +140,13 @@ def peaks(schedule: Schedule, sizes: Sequence[float]) -> Peaks:
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> int:
-    """Peak bytes of a program as its compiler reports them: arguments and temporaries, and outputs that are no argument's buffer."""
+    """Peak bytes of a program by its compiler: arguments, temporaries, and outputs that are no donated argument's buffer.
+
+    Raises:
+        RuntimeError: if this backend's compiler does not say.
+    """
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError("this backend's compiler reports no memory")
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs)

@@ -58,9 +58,11 @@ def _draw_op(axes: Any, cell: tuple[float, float, float], worker: int, kind: str
 
     x, y, width = cell
     colour = COLOURS[worker % len(COLOURS)]
-    hatch = "///" if delayed else None
-    axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", linewidth=1.5, hatch=hatch))
-    mark = ("↑" if kind == FORWARD else "↓") + ("′" if late else "")
+    axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
+    if delayed:
+        veil = (1, 1, 1, 0.45)
+        axes.add_patch(Rectangle((x, y), width, 1, facecolor="none", edgecolor=veil, linewidth=0, hatch="///"))
+    mark = ("↑" if kind == FORWARD else "↓") + ("'" if late else "")
     axes.text(x + width / 2, y + 0.5, mark, ha="center", va="center", color="white", fontweight="bold", fontsize=11)
 
 
@@ -75,11 +77,11 @@ def _frame(schedule: Schedule, periods: int, marks_delayed: bool, axes: Any) -> 
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     for period in range(1, periods):
-        axes.axvline(period * schedule.period, color="black", linewidth=1)
+        axes.plot([period * schedule.period] * 2, [0, S], color="black", linewidth=2)
     workers = range(min(schedule.num_workers, len(COLOURS)))
     handles = [Patch(color=COLOURS[i], label=f"micro-batch {i}") for i in workers]
     if marks_delayed:
-        handles.append(Patch(facecolor="grey", edgecolor="white", hatch="///", label="sees θ(t−1)"))
+        handles.append(Patch(facecolor="grey", edgecolor="white", hatch="///", label="sees θ one step late"))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
@@ -108,7 +110,8 @@ def memory_curves(curves: Mapping[str, np.ndarray], axes: Any = None, unit: str 
         _, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for k, (name, curve) in enumerate(curves.items()):
         edges = np.linspace(0, 1, len(curve) + 1)
-        axes.stairs(np.asarray(curve) / units[unit], edges, label=name, color=COLOURS[k % len(COLOURS)], linewidth=2)
+        line = {"color": COLOURS[k % len(COLOURS)], "linewidth": 2, "baseline": None}
+        axes.stairs(np.asarray(curve) / units[unit], edges, label=name, **line)
     axes.set(xlabel="part of a training step", ylabel=f"activations, all micro-batches ({unit})", xlim=(0, 1))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)

@@ -29,7 +29,7 @@ class Options:
     """N: micro-batches of a step."""
     num_stages: int = 4
     """S: stages of the model."""
-    partition: Literal["flops", "params", "layers"] = "flops"
+    partition: Literal["flops", "params", "layers", "activations"] = "flops"
     """What the stages are balanced by."""
     executor: str = "synchronous"
     """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""

@@ -1,11 +1,11 @@
 """Activation memory over one training step: all micro-batches at once against the cyclic schedule.
 
-``python -m experiments.memory`` prints the peaks for ResNet-50 and ViT-B/16, writes them as JSON, and draws the curves. The bytes are
-the residuals of each stage's own backward; nothing is executed or compiled.
+``python -m experiments.memory`` prints the peaks for ResNet-50 and ViT-B/16, writes them as JSON, and draws the curves. The bytes
+are the residuals of each stage's own backward; nothing is executed or compiled.
 
-The cyclic table needs S stages with N a divisor of 2S. With ``--granularity stage``, S is N, or the largest such S that the model has
-layers for. Where there is none, and with ``--granularity layer``, every layer is a stage of its own, each op takes the same time, and
-workers are spread evenly over it: finer than any partition, and possible for every N.
+The cyclic table needs S stages with N a divisor of 2S. With ``--granularity stage``, S is N, or the largest such S that the model
+has layers for. Where there is none, and with ``--granularity layer``, every layer is a stage of its own, each op takes the same
+time, and workers are spread evenly over it: finer than any partition, and possible for every N.
 
 ``--measure`` compiles the interleaved executor and prints the compiler's peak beside the prediction; choose a small setting.
 """
@@ -138,20 +138,35 @@ def _measure(model: cj.StagedModel, schedule: cj.Schedule, config: Config) -> di
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown; GiB for N micro-batches."""
-    head = ["model", "dtype", "N", "S", "peak dp (GiB)", "peak cdp (GiB)", "ratio", "(N+1)/2N", "max/mean of cdp"]
+    """Markdown; bytes of N micro-batches."""
+    unit, size = _unit(rows)
+    head = [
+        "model",
+        "dtype",
+        "N",
+        "S",
+        f"peak dp ({unit})",
+        f"peak cdp ({unit})",
+        "ratio",
+        "(N+1)/2N",
+        "max/mean of cdp",
+    ]
     measured = any(r.compiled_bytes for r in rows)
-    head += ["step as predicted", "as compiled"] if measured else []
+    head += [f"step as predicted ({unit})", f"as compiled ({unit})"] if measured else []
     lines = [head, ["---"] * len(head)]
     for r in rows:
         cells: list[Any] = [r.model, r.dtype, r.num_workers]
         cells.append(r.num_stages if r.granularity == "stage" else f"{r.num_stages} (layers)")
-        cells += [f"{size / 2**30:.3f}" for size in (r.dp_bytes, r.cdp_bytes)]
+        cells += [f"{peak / size:.2f}" for peak in (r.dp_bytes, r.cdp_bytes)]
         cells += [f"{value:.3f}" for value in (r.ratio, r.uniform_ratio, r.unevenness)]
         if r.compiled_bytes and r.predicted_bytes:
-            cells += [f"{size / 2**30:.3f}" for size in (r.predicted_bytes, r.compiled_bytes)]
+            cells += [f"{peak / size:.2f}" for peak in (r.predicted_bytes, r.compiled_bytes)]
         lines.append(list(map(str, cells)))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _unit(rows: Sequence[Row]) -> tuple[str, int]:
+    return ("GiB", 2**30) if max(r.dp_bytes for r in rows) >= 2**30 else ("MiB", 2**20)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -165,14 +180,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for r in first:
         axes = grid[models.index(r.model)][counts.index(r.num_workers)]
         curves = {"all at once": np.array(r.dp_curve), "cyclic": np.array(r.cdp_curve)}
-        plot.memory_curves(curves, axes)
+        plot.memory_curves(curves, axes, _unit(rows)[0])
         axes.set_title(f"{r.model}, N = {r.num_workers}: ratio {r.ratio:.2f}", fontsize=10)
         axes.set(xlabel="", ylabel="")
         axes.get_legend().remove()
     handles, names = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=2, frameon=False)
     figure.supxlabel("part of a training step")
-    figure.supylabel(f"activations of all micro-batches (GiB), {rows[0].dtype}")
+    figure.supylabel(f"activations of all micro-batches ({_unit(rows)[0]}), {rows[0].dtype}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -204,7 +219,9 @@ def run(config: Config) -> str:
     draw(rows, config.out / "memory.png")
     draw_schedule(config.out / "schedule.png")
     fine = [r for r in rows if r.granularity == "layer"]
-    note = "\n\nS (layers): every layer is a stage, all ops equally long, workers spread evenly over them." if fine else ""
+    note = (
+        "\n\nS (layers): every layer is a stage, all ops equally long, workers spread evenly over them." if fine else ""
+    )
     return table(rows) + note
 
 

@@ -38,7 +38,7 @@ from cyclic_jax.stages import StagedModel
 from cyclic_jax.state import Metrics, Snapshot, TrainState, mean_over_workers
 
 PyTree = Any
-CPU_OPTIONS = {
+CPU_OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": "cse_barrier_expander",
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
@@ -67,8 +67,8 @@ class InterleavedCarry:
 class InterleavedExecutor:
     """See the module's text. Made by :func:`cyclic_jax.make_executor`.
 
-    ``residuals`` is ``"save"``, ``"recompute"`` or a ``jax.checkpoint`` policy. ``ordered=False`` leaves the order of the ops to the
-    compiler: the same numbers, without the schedule's memory.
+    ``residuals`` is ``"save"``, ``"recompute"`` or a ``jax.checkpoint`` policy. ``ordered=False`` leaves the order of the ops to
+    the compiler: the same numbers, without the schedule's memory.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class InterleavedExecutor:
 
     def _compile(self) -> None:
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        jit = partial(jax.jit, compiler_options=CPU_OPTIONS if self.ordered and on_cpu else None)
+        jit = partial(jax.jit, compiler_options=dict(CPU_OPTIONS) if self.ordered and on_cpu else None)
         self._jit_step = jit(self._step, donate_argnums=0)
         self._jit_drain = jit(self._drain)
         self._jit_spread = jax.jit(self._spread, out_shardings=self.batch_sharding)

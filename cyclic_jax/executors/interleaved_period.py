@@ -1,8 +1,8 @@
 """One period of the interleaved executor: every worker's ops, one after the other, with all phases known when it is traced.
 
-Buffers have names: ``now{j}``, ``before{j}``, ``optimizer{j}`` and ``sum{j}`` of a stage; ``x{i}``, ``cotangent{i}`` and ``targets{i}``
-of a worker's micro-batch; ``state{i}/{j}`` and ``residuals{i}/{j}`` of both. A buffer that has been used for the last time leaves the
-memory, so what is left at the end of a period is exactly what is in flight.
+Buffers have names: ``now{j}``, ``before{j}``, ``optimizer{j}`` and ``sum{j}`` of a stage; ``x{i}``, ``cotangent{i}`` and
+``targets{i}`` of a worker's micro-batch; ``state{i}/{j}`` and ``residuals{i}/{j}`` of both. A buffer that has been used for the
+last time leaves the memory, so what is left at the end of a period is exactly what is in flight.
 """
 
 from collections.abc import Callable, Iterable

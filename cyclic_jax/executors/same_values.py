@@ -1,7 +1,7 @@
 """Which outputs of a traced function are one and the same value, found in the jaxpr.
 
-Nested ``jit`` calls are looked through: an output of such a call that is only handed through, or that another output repeats, is the
-same value. This module is the only one that reads equations of a jaxpr.
+Nested ``jit`` calls are looked through: an output of such a call that is only handed through, or that another output repeats, is
+the same value. This module is the only one that reads equations of a jaxpr.
 """
 
 from collections.abc import Hashable, Sequence

@@ -164,3 +164,17 @@ def test_refused(make, message):
 def test_errors_draw_the_table():
     with pytest.raises(ValueError, match=r"F0@0\+2  B0@1"):
         Schedule(2, 1, (Slot(F0, 0, 2), Slot(B0, 1)), 4, 2)
+
+
+def test_spread_and_accumulation():
+    assert all(Schedule.spread(n, s) == Schedule.cyclic(n, s) for n, s in ((1, 1), (3, 3), (4, 4), (4, 2), (2, 5)))
+    for n, s in ((32, 18), (5, 3), (7, 1)):
+        schedule = Schedule.spread(n, s)
+        assert schedule.offset * n == schedule.period
+        assert {slot.length * 2 * s for slot in schedule.program} == {schedule.period}
+    schedule = Schedule.accumulation(3, 2)
+    assert schedule.feasible.all()
+    assert all(sum(bool(schedule.ops_at(tick, i)) for i in range(3)) == 1 for tick in range(12, 24))
+    for build in (Schedule.spread, Schedule.accumulation):
+        with pytest.raises(ValueError, match="num_workers=0"):
+            build(0, 2)
