@@ -1,6 +1,7 @@
 """Pipelines that flush, the baselines: GPipe and 1F1B with M micro-batches a step, and model parallelism alone (M = 1).
 
-One stage a device, the same ops, buffers and guards as the pipeline executor; one version of the parameters, and bubbles do no work.
+One stage a device, the same ops, buffers and guards as the pipeline executor; one version of the parameters, and bubbles do no
+work.
 """
 
 from collections.abc import Sequence

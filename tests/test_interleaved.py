@@ -14,10 +14,11 @@ from cyclic_jax.communication import collectives
 from cyclic_jax.executors import interleaved, interleaved_period
 from cyclic_jax.executors.interleaved import InterleavedExecutor
 from tests import problems
-from tests.test_replicated import BALANCED, RULES, custom, expected, run
+from tests.proofs import RULES, custom, expected, run
 
 pytestmark = pytest.mark.usefixtures("float64")
 TOLERANCE, STEPS = 1e-12, 4
+BALANCED = {2: cj.Schedule.balanced(2, [1] * 4, [2] * 4)}
 
 
 @pytest.fixture(autouse=True)

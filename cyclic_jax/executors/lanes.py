@@ -1,9 +1,9 @@
 """Lanes: a pipeline's table, arranged for one program that all devices run.
 
-Device j owns stage j. Micro-batch m follows micro-batch m − 1 ``offset`` ticks later, without end, so device j does the same ops in
-every **block** of ``offset`` ticks: each for a micro-batch of its own. An op that starts at tick s of a micro-batch's program is done
-in block b for micro-batch b − s // offset, in phase s mod offset. Its message leaves when it ends, and is needed in the very next tick:
-partial permutations, one a phase, in which only those take part whose op ends there.
+Device j owns stage j. Micro-batch m follows micro-batch m − 1 ``offset`` ticks later, without end, so device j does the same ops
+in every **block** of ``offset`` ticks: each for a micro-batch of its own. An op that starts at tick s of a micro-batch's program is
+done in block b for micro-batch b − s // offset, in phase s mod offset. Its message leaves when it ends, and is needed in the very
+next tick: partial permutations, one a phase, in which only those take part whose op ends there.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,8 @@ class Lanes:
         for message in s.messages("activations"):
             if message.slack:
                 raise ValueError(
-                    f"the {message.kind} of stage {message.stage} waits {message.slack} ticks; a pipeline's table leaves no slack:\n{s}"
+                    f"the {message.kind} of stage {message.stage} waits {message.slack} ticks; "
+                    f"a pipeline's table leaves no slack:\n{s}"
                 )
         if self._start(Op(FORWARD, 0)) >= self.offset:
             raise ValueError(f"a worker's first forward starts at tick {self._start(Op(FORWARD, 0))}:\n{s}")

@@ -1,7 +1,7 @@
 """The model-parallel executor: N(N+1)/2 devices that hold one micro-batch's activations of one stage each.
 
-Stage j has N − j replicas; micro-batch m is on replica m mod (N − j) from its forward to its backward. Data parallelism with every copy
-cut over N devices takes N² devices for that (arXiv 2403.08837). Activations and cotangents go to the replica that has the
+Stage j has N − j replicas; micro-batch m is on replica m mod (N − j) from its forward to its backward. Data parallelism with every
+copy cut over N devices takes N² devices for that (arXiv 2403.08837). Activations and cotangents go to the replica that has the
 micro-batch at the next stage: the permutation of a tick repeats after lcm(1 … N) blocks and is chosen by a switch over the
 message alone. The running sum of a stage's gradient, and the finished one after it, go around the stage's replicas, one a block.
 """

@@ -1,7 +1,7 @@
 """What the executors with one stage on each device share: how a canonical state lies on the devices, and what is in flight.
 
-Stage j lives on ``replicas[j]`` devices in a row (one, in the pipeline); micro-batch m = tN + i is on replica m mod ``replicas[j]`` from
-its forward to its backward.
+Stage j lives on ``replicas[j]`` devices in a row (one, in the pipeline); micro-batch m = tN + i is on replica m mod
+``replicas[j]`` from its forward to its backward.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Slots: room for pytrees of whichever stage a device has, in flat vectors that are the same on all devices.
 
-With one stage a device, what a device holds depends on its stage; but all run one program, whose buffers have one size. So parameters,
-optimizer state, statistics and residuals lie in one vector for each dtype (mixed dtypes never share one: a promotion would change
-their numbers), as long as the largest stage needs, one slot after the other.
+With one stage a device, what a device holds depends on its stage; but all run one program, whose buffers have one size. So
+parameters, optimizer state, statistics and residuals lie in one vector for each dtype (mixed dtypes never share one: a promotion
+would change their numbers), as long as the largest stage needs, one slot after the other.
 """
 
 from collections.abc import Sequence

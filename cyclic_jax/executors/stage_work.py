@@ -1,8 +1,8 @@
 """One stage's work on the device that owns it: forward, backward, and the update at the end of each training step.
 
 Both of a stage's versions lie in slots by the parity of their step: theta_t in slot t mod 2. A forward or backward of step t uses
-theta_t where the rule says fresh, else theta_{t−1}, and the update at the end of step t replaces theta_{t−1}, which nobody needs any
-more by theta_{t+1} (derived; ``docs/method.md``).
+theta_t where the rule says fresh, else theta_{t−1}, and the update at the end of step t replaces theta_{t−1}, which nobody
+needs any more by theta_{t+1} (derived; ``docs/method.md``).
 
 Where a stage has several replicas, micro-batch m is on replica m mod K. The running sum goes from one to the next; the replica that
 completes it is the one that needs the new version first, and the finished sum goes on from there, one replica a block: each
@@ -75,8 +75,8 @@ class Clock:
 class StageWork:
     """The ops of stage j for micro-batch m; m counts from the start of the run, m = tN + i for worker i in step t.
 
-    Buffers: ``versions``, ``optimizer``, ``state``, ``gradient``, ``residuals``; ``mail`` holds what has arrived, ``out`` what will be
-    sent; ``inputs`` is the next micro-batch, ``(inputs, targets)``; ``loss`` and ``loss_step`` are ``[N]``.
+    Buffers: ``versions``, ``optimizer``, ``state``, ``gradient``, ``residuals``; ``mail`` holds what has arrived, ``out`` what
+    will be sent; ``inputs`` is the next micro-batch, ``(inputs, targets)``; ``loss`` and ``loss_step`` are ``[N]``.
     """
 
     def __init__(self, plan: Plan, clock: Clock, group: jax.Array):

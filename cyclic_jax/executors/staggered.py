@@ -161,9 +161,8 @@ class Staggered:
         def put(sharding: NamedSharding, part: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
 
-        return StaggeredCarry(
-            *(put(getattr(self._shardings, name), getattr(structs, name)) for name in _CARRIED), flight=None
-        )
+        parts = {name: put(getattr(self._shardings, name), getattr(structs, name)) for name in _CARRIED}
+        return StaggeredCarry(**parts, flight=None)
 
     # ---- shared parts ---------------------------------------------------------------------------------------
 
