@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.stages import StagedModel
@@ -61,6 +61,17 @@ def check_state(state: TrainState, model: StagedModel, num_workers: int) -> None
                 f"model_state{jax.tree_util.keystr(path)} has shape {leaf.shape}: its leading axis must be the "
                 f"number of workers, {num_workers} (TrainState.create(..., num_workers={num_workers}))"
             )
+
+
+def placed(state: TrainState, mesh: Mesh) -> TrainState:
+    """``state`` where a program on the mesh can read it: leaves that lie on other devices are copied to each of the mesh's."""
+    everywhere, devices = NamedSharding(mesh, PartitionSpec()), set(mesh.devices.flat)
+
+    def one(leaf: Any) -> Any:
+        there = not isinstance(leaf, jax.Array) or not leaf.committed or leaf.sharding.device_set == devices
+        return leaf if there else jax.device_put(leaf, everywhere)
+
+    return jax.tree.map(one, state)
 
 
 def check_batch(batch: Batch, num_workers: int) -> None:

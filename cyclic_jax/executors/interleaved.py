@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state
+from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state, placed
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.interleaved_period import Period, Plan
 from cyclic_jax.executors.mesh import CYCLIC, DATA, check_mesh
@@ -112,7 +112,7 @@ class InterleavedExecutor:
     def init(self, state: TrainState) -> InterleavedCarry:
         """A canonical state on the device. ``state`` stays usable."""
         check_state(state, self.model, self.num_workers)
-        return self._jit_spread(state)
+        return self._jit_spread(placed(state, self.mesh))
 
     def step(self, carry: InterleavedCarry, batch: Batch) -> tuple[InterleavedCarry, Metrics]:
         """One period; ``carry`` is donated. Late workers' losses belong to the step before (−1 where there is none)."""

@@ -203,3 +203,14 @@ class OneStage(Staggered):
         shape = (self.groups, -1, self.rule.num_workers)
         loss, step = (losses[name].reshape(shape)[:, -1].reshape(-1) for name in ("loss", "loss_step"))
         return Metrics(loss, step)
+
+    def _leaving(self, losses: Memory) -> Metrics:
+        """Arrays over the last devices alone, made of what lies there."""
+        last = self.mesh.devices[:, -1]
+        sharding = NamedSharding(Mesh(last, (DATA,)), PartitionSpec(DATA))
+
+        def there(leaf: jax.Array) -> jax.Array:
+            shards = [shard.data for shard in leaf.addressable_shards if shard.device in last]
+            return jax.make_array_from_single_device_arrays((self.num_workers,), sharding, shards, dtype=leaf.dtype)
+
+        return Metrics(there(losses["loss"]), there(losses["loss_step"]))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state
+from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state, placed
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.stage_op import StageOp, trace_ops
 from cyclic_jax.optimizer import check_separate
@@ -73,7 +73,7 @@ class Staggered:
         self.ops = [StageOp(s, loss if s.index == last else None, residuals, platform) for s in model.stages]
         self.structs = jax.eval_shape(model.init, jax.random.key(0))  # parameters and statistics, by stage
         check_separate(self.optimizer, self.structs[0])
-        self._traced: Any = None
+        self._traced: Any = None  # structs of one micro-batch
 
     def _compile(self, devices: PartitionSpec) -> None:
         """``devices``: the spec of a leading axis over all devices."""
@@ -84,7 +84,6 @@ class Staggered:
         step = sharded(self._device_step, in_specs=(specs, devices), out_specs=(specs, devices))
         drain = sharded(lambda carry: self._run(carry, None), in_specs=(specs,), out_specs=devices)
         self._jit_step = jax.jit(step, donate_argnums=0)
-        self._jit_metrics = jax.jit(self._metrics, out_shardings=everywhere)
         self._jit_spread = jax.jit(self._spread, out_shardings=self._shardings)
         self._jit_flight = jax.jit(self._flight, out_shardings=each)
         self._jit_snapshot = jax.jit(self._snapshot, out_shardings=everywhere)
@@ -113,18 +112,23 @@ class Staggered:
         raise NotImplementedError
 
     def _losses(self, memory: Memory) -> Memory:
-        """What ``_metrics`` reads, one entry of the leading axis a device."""
-        return {name: memory[name] for name in ("loss", "loss_step")}
+        """The losses that a period has seen, by device one after the other."""
+        return {name: memory[name].reshape(-1) for name in ("loss", "loss_step")}
 
     def _metrics(self, losses: Memory) -> Metrics:
+        """Each worker's loss, out of them."""
         raise NotImplementedError
+
+    def _leaving(self, losses: Memory) -> Metrics:
+        """The same after a step, without a program over all devices, which would make each of them wait for the last."""
+        return self._metrics(losses)
 
     # ---- the face -------------------------------------------------------------------------------------------
 
     def init(self, state: TrainState) -> StaggeredCarry:
         """A canonical state, spread over the devices. ``state`` stays usable."""
         check_state(state, self.model, self.num_workers)
-        return self._jit_spread(state)
+        return self._jit_spread(placed(state, self.mesh))
 
     def step(self, carry: StaggeredCarry, batch: Batch) -> tuple[StaggeredCarry, Metrics]:
         """One period; ``carry`` is donated. Late micro-batches' losses belong to the step before (−1 where there is none)."""
@@ -133,7 +137,7 @@ class Staggered:
         if carry.flight is None:
             carry = replace(carry, flight=self._jit_flight())
         carry, losses = self._jit_step(carry, jax.device_put(self._arranged(batch), self._batch_layout))
-        return carry, self._jit_metrics(losses)
+        return carry, self._leaving(losses)
 
     def drain(self, carry: StaggeredCarry) -> tuple[TrainState, Metrics]:
         """Finish what is in flight; ``carry`` stays usable. Metrics are those of the micro-batches that end here."""
@@ -172,14 +176,19 @@ class Staggered:
         """The batch as the devices take it."""
         return batch
 
-    def _trace(self, batch: Batch) -> None:
-        """Learn the shapes of everything in flight from one micro-batch's structs."""
+    def _micro_batch(self, batch: Batch) -> Batch:
+        """The structs of one."""
 
         def struct(leaf: Any) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
             return jax.ShapeDtypeStruct((leaf.shape[0] // self.num_workers, *leaf.shape[1:]), dtype)
 
-        structs = jax.tree.map(struct, batch)
+        return jax.tree.map(struct, batch)
+
+    def _trace(self, batch: Batch) -> None:
+        """Learn the shapes of everything in flight from one micro-batch's structs."""
+
+        structs = self._micro_batch(batch)
         if self._traced != structs:
             trace_ops(self.model, self.ops, *structs)
             self._traced = structs

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.delay import DelayByStageState, delay_by_stage
-from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state
+from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state, placed
 from cyclic_jax.executors.mesh import CYCLIC, DATA, check_mesh, default_mesh
 from cyclic_jax.optimizer import by_stage
 from cyclic_jax.rules import UpdateRule
@@ -109,7 +109,7 @@ class SynchronousExecutor:
     def init(self, state: TrainState) -> SynchronousCarry:
         """A canonical state, spread over the devices. ``state`` stays usable."""
         check_state(state, self.model, self.num_workers)
-        return self._jit_spread(state, self.fresh)
+        return self._jit_spread(placed(state, self.mesh), self.fresh)
 
     def step(self, carry: SynchronousCarry, batch: Batch) -> tuple[SynchronousCarry, Metrics]:
         """One training step of every worker; ``carry`` is donated."""
