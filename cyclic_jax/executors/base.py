@@ -20,6 +20,7 @@ class Executor(Protocol):
     """One realisation of the schedule. ``carry`` is opaque and donated: never use one after it was given to
     ``step``."""
 
+    mesh: Mesh
     num_workers: int
     batch_sharding: NamedSharding
 
