@@ -1,9 +1,9 @@
 """Start several processes on this machine that train together, for trying it out.
 
-``python -m experiments.launch --processes 2 --devices-per-process 2 -- accuracy --rules cdp-v2`` runs ``python -m
-experiments.accuracy --rules cdp-v2`` twice; each process simulates two CPU devices and they talk over the loopback interface. Process 0
-prints as it would alone, lines of the others begin with their number. When one process ends with an error, the others have
-``--grace`` seconds to end too and are then killed; the exit code is that of the first one that failed.
+``python -m experiments.launch --processes 2 --devices-per-process 2 -- accuracy --rules cdp-v2`` runs
+``python -m experiments.accuracy --rules cdp-v2`` twice; each process simulates two CPU devices, and they talk over the loopback
+interface. Process 0 prints as it would alone, lines of the others begin with their number. When one process ends with an error, the
+others have ``--grace`` seconds to end too and are then killed; the exit code is that of the first one that failed.
 """
 
 import signal
@@ -110,6 +110,8 @@ def _start(k: int, command: Sequence[str]) -> subprocess.Popen[str]:
 def _copy(k: int, child: "subprocess.Popen[str]") -> None:
     assert child.stdout is not None
     for line in child.stdout:
+        if line.startswith("[Gloo] Rank"):  # what the transport says of every connection
+            continue
         print(f"[process {k}] {line.rstrip()}", file=sys.stderr, flush=True)
 
 
