@@ -29,6 +29,7 @@ def cases() -> dict[str, tuple[str, int, Mesh | None]]:
     return {
         "synchronous": ("synchronous", 8, None),
         "replicated": ("replicated", 4, crossing),
+        "zero": ("zero", 4, crossing),
         "pipeline": ("pipeline", 4, crossing),
         "model parallel": ("model_parallel", 3, mesh((0, 1, 2, 4, 5, 6))),
         "moved": ("synchronous", 3, mesh((7, 0, 4))),  # goes on from what the six devices hold
