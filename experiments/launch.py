@@ -84,6 +84,7 @@ def run(commands: Sequence[Sequence[str]], grace: float) -> int:
         0, or the exit code of the first that failed (128 + signal where a signal ended it).
     """
     children = [_start(k, command) for k, command in enumerate(commands)]
+    copies = [_copying(k, child) for k, child in enumerate(children) if child.stdout]
 
     def forward(number: int, frame: FrameType | None) -> None:
         for child in children:
@@ -97,22 +98,28 @@ def run(commands: Sequence[Sequence[str]], grace: float) -> int:
         for child in children:  # also when a KeyboardInterrupt ends the waiting
             child.kill()
             child.wait()
+        for copy in copies:
+            copy.join(timeout=grace)
 
 
 def _start(k: int, command: Sequence[str]) -> subprocess.Popen[str]:
     if k == 0:
         return subprocess.Popen(command, text=True)
-    child = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-    threading.Thread(target=_copy, args=(k, child), daemon=True).start()
-    return child
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+
+
+def _copying(k: int, child: "subprocess.Popen[str]") -> threading.Thread:
+    thread = threading.Thread(target=_copy, args=(k, child), daemon=True)
+    thread.start()
+    return thread
 
 
 def _copy(k: int, child: "subprocess.Popen[str]") -> None:
     assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("[Gloo] Rank"):  # what the transport says of every connection
-            continue
-        print(f"[process {k}] {line.rstrip()}", file=sys.stderr, flush=True)
+    with child.stdout as lines:
+        for line in lines:
+            if not line.startswith("[Gloo] Rank"):  # what the transport says of every connection
+                print(f"[process {k}] {line.rstrip()}", file=sys.stderr, flush=True)
 
 
 def _wait(children: Sequence["subprocess.Popen[str]"], grace: float) -> int:
