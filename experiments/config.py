@@ -7,13 +7,15 @@ their mask by default: with 4 stages theirs leaves workers 4 to 7 without any de
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 
 import cyclic_jax as cj
+from experiments.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class Options:
     executor: str = "synchronous"
     """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""
     devices: int | None = None
-    """Simulated CPU devices; by default one for each worker. Without effect on GPUs and TPUs."""
+    """Simulated CPU devices of each process; by default together one for each worker. Without effect on GPUs and TPUs."""
+    processes: Annotated[Processes, tyro.conf.OmitArgPrefixes] = field(default_factory=Processes)
+    """Which processes train together."""
     seeds: int = 3
     """How many seeds; they set the parameters, the order of the data and the dropout."""
     steps: int | None = None
@@ -133,6 +137,7 @@ def check(config: Options) -> None:
     Raises:
         ValueError: naming the option and its value.
     """
+    config.processes.check()
     positive = ["num_workers", "num_stages", "seeds", "batch_per_worker", "epochs", "lr", "drop_every", "drop_factor"]
     positive += [name for name in ("steps", "devices") if getattr(config, name) is not None]
     for name in positive:

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import matplotlib
 import numpy as np
@@ -17,23 +17,27 @@ matplotlib.use("Agg")
 
 
 class Log:
-    """JSON lines and TensorBoard scalars in ``folder``, written as the run goes; a context manager."""
+    """JSON lines and TensorBoard scalars in ``folder``, written as the run goes; a context manager. Without a folder, nothing."""
 
-    def __init__(self, folder: Path, config: Options):
+    def __init__(self, folder: Path | None, config: Options):
         from tensorboardX import SummaryWriter
 
+        self._writers: dict[str, Any] = {}
+        self._file: IO[str] | None = None
+        if folder is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an earlier study, like its results.jsonl
         self._file = (folder / "results.jsonl").open("w")
         self._make_writer = lambda name: SummaryWriter(str(folder / "tensorboard" / name))
-        self._writers: dict[str, Any] = {}
         self._line(kind="config", **dataclasses.asdict(config))
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -55,10 +59,13 @@ class Log:
         self._line(kind="baseline", name=name, test_loss=test_loss)
 
     def _line(self, **values: Any) -> None:
-        self._file.write(json.dumps(values, default=str) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(values, default=str) + "\n")
+            self._file.flush()
 
     def _scalars(self, rule: str, seed: int, step: int, values: dict[str, float]) -> None:
+        if self._file is None:
+            return
         name = f"{rule}-seed{seed}"
         if name not in self._writers:
             self._writers[name] = self._make_writer(name)

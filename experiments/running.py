@@ -1,13 +1,14 @@
 """Running a study: every rule with every seed, the files it leaves behind, and the errors a person sees."""
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tqdm import tqdm
 
 import cyclic_jax as cj
-from experiments import report
+from experiments import processes, report
 from experiments.config import Options, check, make_rule
 from experiments.training import Run, Study, train
 
@@ -18,10 +19,16 @@ def command(config: AnyOptions, run_study: Callable[[AnyOptions], str]) -> None:
     """Print what ``run_study(config)`` returns; an error in the configuration or the data ends the program with one line."""
     try:
         check(config)
-        cj.simulate_devices(config.num_workers if config.devices is None else config.devices)
-        print(run_study(config))
+        devices = config.processes.devices(config.num_workers) if config.devices is None else config.devices
+        cj.simulate_devices(devices)
+        config.processes.join()
+        processes.say(run_study(config))
     except (ValueError, FloatingPointError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+        processes.stop(f"error: {error}")
+    except Exception:
+        if config.processes.several:
+            processes.stop(traceback.format_exc())
+        raise
 
 
 def run_all(study: Study, baselines: Mapping[str, float] | None = None) -> list[Run]:
@@ -32,21 +39,28 @@ def run_all(study: Study, baselines: Mapping[str, float] | None = None) -> list[
         baselines: test losses without a model, by name, for results.jsonl.
     """
     config, runs = study.config, list[Run]()
-    with report.Log(config.out, config) as log:
+    with report.Log(config.out if processes.first() else None, config) as log:
         for name, loss in (baselines or {}).items():
             log.baseline(name, loss)
         for seed in range(config.seeds):
             for rule in study.executors:
                 runs.append(one_run(study, rule, seed, log))
                 log.result(runs[-1])
-    report.plot_losses(runs, config.out / "loss.png")
+    if processes.first():
+        report.plot_losses(runs, config.out / "loss.png")
     return runs
 
 
 def one_run(study: Study, rule: str, seed: int, log: report.Log) -> Run:
     """One rule with one seed, behind a progress bar that shows the loss."""
     every = 0.2 if sys.stderr.isatty() else 5.0  # seconds; a log file wants fewer lines
-    with tqdm(total=study.total_steps, desc=f"{rule} seed {seed}", unit="step", mininterval=every) as bar:
+    with tqdm(
+        total=study.total_steps,
+        desc=f"{rule} seed {seed}",
+        unit="step",
+        mininterval=every,
+        disable=not processes.first(),
+    ) as bar:
 
         def on_step(step: int, loss: float) -> None:
             bar.set_postfix(loss=f"{loss:.4f}", refresh=False)

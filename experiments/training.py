@@ -1,5 +1,6 @@
 """Training one rule with one seed, and evaluating it."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,16 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import cyclic_jax as cj
+from cyclic_jax.executors.base import copied
 from cyclic_jax.state import snapshot_of
 from experiments.config import Config, Options, check, make_rule, rule_and_executor
 from experiments.data import load
 from experiments.data.augment import make_augment
 from experiments.optimizers import learning_rate, make_optimizer
+from experiments.processes import total
 
 PyTree = Any
 READ_LATE = 4  # calls whose metrics are not read yet
+READ_TOGETHER = 16  # calls whose metrics several processes exchange at once
 
 
 @dataclass(frozen=True)
@@ -144,19 +149,21 @@ def train(study: Study, rule: str, seed: int, on_step: Callable[[int, float], No
     """
     executor, run = study.executors[rule], Run(rule, seed)
     losses, unread = Losses(run, executor.num_workers, on_step), deque[cj.Metrics]()
-    with closing(study.data.batches(study.config.global_batch, seed)) as batches:
-        first = tuple(next(batches))
+    whole = study.config.global_batch
+    together = 1 if jax.process_count() == 1 else READ_TOGETHER
+    with closing(study.data.batches(whole, seed, rows=cj.local_rows(executor, whole))) as own:
+        batches = (cj.global_batch(executor, tuple(batch), rows=whole) for batch in own)
+        first = next(batches)
         warm_up(study, executor, seed, first)
         carry = executor.init(initial_state(study, executor, seed))
         start = time.perf_counter()
         for batch in islice(chain([first], batches), study.total_steps):
-            carry, metrics = executor.step(carry, tuple(batch))
+            carry, metrics = executor.step(carry, batch)
             unread.append(metrics)
-            if len(unread) > READ_LATE:  # the newest stay unread, so that the devices need not wait for the host
-                losses.read(unread.popleft())
+            if len(unread) >= READ_LATE + together:  # the newest stay unread: the devices need not wait for the host
+                losses.read([unread.popleft() for _ in range(together)])
         state, last = executor.drain(carry)
-        for metrics in (*unread, last):
-            losses.read(metrics)
+        losses.read([*unread, last])
     run.seconds = time.perf_counter() - start
     run.test_accuracy, run.test_loss = evaluate(study, executor, snapshot_of(state))
     return run
@@ -180,13 +187,16 @@ class Losses:
         self._run, self._num_workers, self._on_step = run, num_workers, on_step
         self._parts: dict[int, list[float]] = {}
 
-    def read(self, metrics: cj.Metrics) -> None:
-        """Add one call's metrics.
+    def read(self, calls: list[cj.Metrics]) -> None:
+        """Add some calls' metrics: the same in every process, so that all go on or all stop.
 
         Raises:
             FloatingPointError: for a loss that is not finite; names step and worker.
         """
-        losses, steps = np.asarray(metrics.loss), np.asarray(metrics.step)
+        for metrics in cj.read_metrics(calls):
+            self._add(np.asarray(metrics.loss), np.asarray(metrics.step))
+
+    def _add(self, losses: np.ndarray, steps: np.ndarray) -> None:
         for worker in np.flatnonzero(steps >= 0):
             step, loss, run = int(steps[worker]), float(losses[worker]), self._run
             if not np.isfinite(loss):
@@ -200,12 +210,25 @@ class Losses:
 
 
 def evaluate(study: Study, executor: cj.Executor, snapshot: cj.Snapshot) -> tuple[float, float]:
-    """Accuracy and mean loss over the test split, over images or over characters: whatever has a label."""
+    """Accuracy and mean loss over the test split, over images or over characters: whatever has a label.
+
+    Every process evaluates its share of each batch on its own devices.
+    """
+    rows = np.array_split(np.arange(study.config.global_batch), jax.process_count())[jax.process_index()]
+    everywhere, split = own_devices(executor, len(rows))
+    params, state = jax.tree.map(lambda leaf: copied(leaf, everywhere), (snapshot.params, snapshot.model_state))
     totals = np.zeros(3)
-    for inputs, labels, valid in study.data.eval_batches(study.config.global_batch):
-        inputs, labels, valid = jax.device_put((inputs, labels, valid), executor.batch_sharding)
-        totals += np.asarray(study.evaluate_batch(snapshot.params, snapshot.model_state, inputs, labels, valid))
+    for batch in study.data.eval_batches(study.config.global_batch, rows):
+        totals += np.asarray(study.evaluate_batch(params, state, *jax.device_put(batch, split)))
+    totals = total(totals)
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+
+
+def own_devices(executor: cj.Executor, rows: int) -> tuple[NamedSharding, NamedSharding]:
+    """As many of this process's devices as divide ``rows`` rows: all holding the same, and each its share of the rows."""
+    devices = [d for d in executor.mesh.devices.flat if d.process_index == jax.process_index()]
+    mesh = Mesh(np.asarray(devices[: math.gcd(rows, len(devices))]), ("rows",))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
 
 
 def _count(model: cj.StagedModel, params: PyTree, state: PyTree, x: Any, labels: Any, valid: Any) -> jax.Array:
