@@ -15,12 +15,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import cyclic_jax as cj
+from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.lanes import Lanes, Turn
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.slots import per_stage
 from cyclic_jax.executors.stage_op import StageOp, split, trace_ops
-from cyclic_jax.executors.stage_work import Clock, Plan, StageWork
+from cyclic_jax.executors.stage_work import Plan, StageWork
 from cyclic_jax.schedule import BACKWARD, FORWARD, Op
 
 DEVICES, GROUPS, EVERYWHERE = PartitionSpec((DATA, CYCLIC)), PartitionSpec(DATA), PartitionSpec()

@@ -112,4 +112,5 @@ def distance(a: Any, b: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         return float(np.max(np.abs(x - y) / max(1e-3, np.abs(x).max(initial=0), np.abs(y).max(initial=0)), initial=0))
 
-    return max(map(one, jax.tree.leaves(a), jax.tree.leaves(b)), default=0.0)
+    # NumPy's maximum, unlike Python's, never loses a NaN
+    return float(np.max([one(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)], initial=0.0))

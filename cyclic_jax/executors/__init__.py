@@ -12,6 +12,7 @@ from cyclic_jax.executors.model_parallel import ModelParallelExecutor
 from cyclic_jax.executors.pipeline import PipelineExecutor
 from cyclic_jax.executors.replicated import ReplicatedExecutor
 from cyclic_jax.executors.synchronous import SynchronousExecutor
+from cyclic_jax.executors.zero import ZeroExecutor
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
 from cyclic_jax.stages import StagedModel
@@ -22,6 +23,7 @@ EXECUTORS: dict[str, Any] = {
     "interleaved": InterleavedExecutor,
     "pipeline": PipelineExecutor,
     "model_parallel": ModelParallelExecutor,
+    "zero": ZeroExecutor,
 }
 
 __all__ = ["EXECUTORS", "Executor", "make_executor"]

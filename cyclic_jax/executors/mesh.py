@@ -23,32 +23,36 @@ def check_mesh(mesh: Mesh, num_workers: int) -> Mesh:
     Raises:
         ValueError: for other axes, or a ``cyclic`` axis whose size does not divide N.
     """
-    if STAGE in mesh.axis_names and CYCLIC not in mesh.axis_names:
-        mesh = Mesh(mesh.devices, tuple(CYCLIC if name == STAGE else name for name in mesh.axis_names))
-    if CYCLIC not in mesh.axis_names or not set(mesh.axis_names) <= {DATA, CYCLIC}:
-        raise ValueError(f"mesh axes are {mesh.axis_names}: expected ('cyclic',) or ('data', 'cyclic')")
+    mesh = _both_axes(mesh)
     size = mesh.shape[CYCLIC]
     if num_workers % size:
         raise ValueError(
             f"the mesh has {size} devices along 'cyclic', which does not divide {num_workers} workers: "
             f"take one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
         )
-    if mesh.axis_names == (CYCLIC,):
-        return Mesh(mesh.devices[None], (DATA, CYCLIC))
-    if mesh.axis_names == (CYCLIC, DATA):
-        return Mesh(mesh.devices.T, (DATA, CYCLIC))
-    return Mesh(mesh.devices, (DATA, CYCLIC))
+    return mesh
 
 
 def ring_mesh(mesh: Mesh | None, num_devices: int) -> Mesh:
     """The mesh of an executor that needs this many devices along ``cyclic``.
 
     Raises:
-        ValueError: if there are fewer devices, or the mesh has another number along ``cyclic``.
+        ValueError: if there are fewer devices, or the mesh has other axes or another number along ``cyclic``.
     """
     if mesh is None and len(jax.devices()) < num_devices:
         raise ValueError(f"{num_devices} devices are needed, and there are {len(jax.devices())}")
-    mesh = default_mesh(num_devices) if mesh is None else check_mesh(mesh, num_devices)
+    mesh = default_mesh(num_devices) if mesh is None else _both_axes(mesh)
     if mesh.shape[CYCLIC] != num_devices:
         raise ValueError(f"{num_devices} devices are needed, and the mesh has {mesh.shape[CYCLIC]} along 'cyclic'")
     return mesh
+
+
+def _both_axes(mesh: Mesh) -> Mesh:
+    """With axes (data, cyclic)."""
+    if STAGE in mesh.axis_names and CYCLIC not in mesh.axis_names:
+        mesh = Mesh(mesh.devices, tuple(CYCLIC if name == STAGE else name for name in mesh.axis_names))
+    if CYCLIC not in mesh.axis_names or not set(mesh.axis_names) <= {DATA, CYCLIC}:
+        raise ValueError(f"mesh axes are {mesh.axis_names}: expected ('cyclic',) or ('data', 'cyclic')")
+    if mesh.axis_names == (CYCLIC,):
+        return Mesh(mesh.devices[None], (DATA, CYCLIC))
+    return Mesh(mesh.devices.T if mesh.axis_names == (CYCLIC, DATA) else mesh.devices, (DATA, CYCLIC))

@@ -14,12 +14,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.executors.base import Batch, Loss
+from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.lanes import Lanes
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.slots import Slots, Vectors, per_stage
 from cyclic_jax.executors.stage_op import split
-from cyclic_jax.executors.stage_work import Clock, Plan, StageWork
+from cyclic_jax.executors.stage_work import Plan, StageWork
 from cyclic_jax.executors.staggered import Staggered, StaggeredCarry
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import FORWARD, Op, Schedule

@@ -66,6 +66,10 @@ class PayloadFormat:
             leaves[struct.dtype.name].append(leaf.astype(struct.dtype).ravel())
         return {name: _concatenate(parts) for name, parts in leaves.items()}
 
+    def put(self, stage: int, tree: PyTree, payload: Payload) -> Payload:
+        """``payload`` with the pytree of a stage at its beginning."""
+        return self.write(self.flatten(stage, tree), payload)
+
     def write(self, flat: Payload, payload: Payload) -> Payload:
         """``payload`` with a stage's vectors written over its beginning."""
         return {

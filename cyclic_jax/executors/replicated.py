@@ -21,13 +21,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.executors.base import Batch, Loss, check_rule
+from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.mesh import CYCLIC, DATA, ring_mesh
 from cyclic_jax.executors.payload import PayloadFormat
-from cyclic_jax.executors.replicated_period import Clock, Period, Plan
+from cyclic_jax.executors.replicated_period import Period, Plan
 from cyclic_jax.executors.ring import Ring
-from cyclic_jax.executors.stage_op import split
 from cyclic_jax.executors.staggered import Staggered, StaggeredCarry
+from cyclic_jax.executors.worker_ops import filled, flight_structs
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
 from cyclic_jax.stages import StagedModel
@@ -133,14 +134,10 @@ class ReplicatedExecutor(Staggered):
 
     def _flight(self) -> Memory:
         payload = jax.eval_shape(partial(self.format.full, 0.0))
-        structs: Memory = {"targets": self._traced[1], "loss": self.ops[-1].output_struct}
-        structs["loss_step"] = jax.ShapeDtypeStruct((), jnp.int32)
-        structs |= {f"residuals{j}": op.residual_structs for j, op in enumerate(self.ops)}
-        for j, op in enumerate(self.ops[:-1], start=1):
-            structs[f"x{j}"], (structs[f"cotangent{j}"], _) = op.output_struct, split(op.output_struct)
+        structs = flight_structs(self.ops, self._traced[1])
         structs |= {f"box{q}": payload for q in range(len(self.ring.beats))}
         structs |= {f"handed{c}": payload for c in range(max(self.ring.boxes) + 1)}
-        return jax.tree.map(lambda struct: _filled(struct, self.num_workers, self.fill), structs)
+        return jax.tree.map(lambda struct: filled(struct, self.num_workers, self.fill), structs)
 
     # ---- the step -------------------------------------------------------------------------------------------
 
@@ -158,7 +155,7 @@ class ReplicatedExecutor(Staggered):
             self.rule.fresh,
             self.keeps,
             self.mesh.shape[DATA],
-            self._traced[0],
+            self._traced,
         )
         period = Period(plan, Clock(carry.calls, carry.first_step, carry.key), batch)
         blocks = jnp.arange(self.rule.num_workers, dtype=jnp.int32)
@@ -168,11 +165,3 @@ class ReplicatedExecutor(Staggered):
 
 def _where(condition: jax.Array, first: PyTree, second: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
-
-
-def _filled(struct: Any, num_workers: int, fill: float) -> jax.Array:
-    shape = (num_workers, *struct.shape)
-    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), shape)
-    value = fill if jnp.issubdtype(struct.dtype, jnp.inexact) else 0
-    return jnp.full(shape, value, struct.dtype)

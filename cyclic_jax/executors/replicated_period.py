@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from cyclic_jax.executors.base import Batch
+from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory, when
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.executors.ring import HandOff, Ring
-from cyclic_jax.executors.stage_op import Inputs, StageOp
+from cyclic_jax.executors.stage_op import StageOp
+from cyclic_jax.executors.worker_ops import WorkerOps
 from cyclic_jax.schedule import FORWARD
-from cyclic_jax.stages import worker_key
 
 PyTree = Any
 
@@ -33,7 +34,7 @@ class Plan:
         fresh: the rule's mask, bool ``[N, S]``.
         keeps: bool ``[N, S]``: a sum reaches this worker a step before the rule lets it use it.
         groups: D.
-        inputs: structs of one micro-batch's inputs.
+        structs: ``(inputs, targets)`` of one micro-batch.
     """
 
     ring: Ring
@@ -43,16 +44,7 @@ class Plan:
     fresh: np.ndarray
     keeps: np.ndarray
     groups: int
-    inputs: PyTree
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Calls since the start, the start's step, and the run's key; the same on all devices."""
-
-    calls: jax.Array
-    first_step: jax.Array
-    key: jax.Array
+    structs: Batch
 
 
 class Period:
@@ -66,7 +58,8 @@ class Period:
     def __init__(self, plan: Plan, clock: Clock, batch: Batch | None):
         self.plan, self.clock, self.batch, self.N = plan, clock, batch, plan.ring.schedule.num_workers
         self.i = jax.lax.axis_index(CYCLIC)
-        self.worker = jax.lax.axis_index(DATA) * self.N + self.i
+        worker = jax.lax.axis_index(DATA) * self.N + self.i
+        self.ops = WorkerOps(plan.ops, plan.structs, clock, batch, worker)
 
     def block(self, memory: Memory, b: jax.Array) -> Memory:
         """All beats of one block: this device's op in each, then what it sends."""
@@ -96,29 +89,14 @@ class Period:
 
     def forward(self, memory: Memory, j: int, beat: int, t: jax.Array, mine: jax.Array) -> Memory:
         """Bring stage j to the version that this step needs, then run it."""
-        box, op = f"box{beat}", self.plan.ops[j]
-        changes = [f"params{j}", f"optimizer{j}", f"pending{j}", f"state{j}", f"residuals{j}", box]
-        changes += [] if j else ["targets"]
-        changes += ["loss", "loss_step"] if op.loss else [f"x{j + 1}"]
+        box = f"box{beat}"
+        changes = [f"params{j}", f"optimizer{j}", f"pending{j}", box, *self.ops.forward_changes(j)]
 
         def body(memory: Memory) -> Memory:
             memory = self.arrive(memory, j, box, t)
-            if j == 0 and self.batch is not None:
-                memory = {**memory, "targets": self.batch[1]}
-            x = memory[f"x{j}"] if j else self.inputs()
-            key = worker_key(self.clock.key, self.clock.first_step + t, self.worker)
-            inputs = Inputs(x, memory[f"state{j}"], key, memory["targets"] if op.loss else None)
-            y, state, residuals = op.forward(memory[f"params{j}"], inputs)
-            out = {"loss": y, "loss_step": self.clock.first_step + t} if op.loss else {f"x{j + 1}": y}
-            return {**memory, f"state{j}": state, f"residuals{j}": residuals, **out}
+            return self.ops.forward(memory, j, memory[f"params{j}"], t)
 
         return when(mine, body, memory, changes)
-
-    def inputs(self) -> PyTree:
-        """The micro-batch that begins; draining, none does, and anything of its shape serves."""
-        if self.batch is not None:
-            return self.batch[0]
-        return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), self.plan.inputs)
 
     def arrive(self, memory: Memory, j: int, box: str, t: jax.Array) -> Memory:
         """Take the sum that has come around, and update where this step needs a newer version.
@@ -156,20 +134,19 @@ class Period:
 
     def backward(self, memory: Memory, j: int, beat: int, mine: jax.Array) -> Memory:
         """Add this worker's gradient to the sum that came around; worker N−1 turns it into the mean."""
-        box, op, last = f"box{beat}", self.plan.ops[j], self.i == self.N - 1
+        box, last = f"box{beat}", self.i == self.N - 1
 
         def body(memory: Memory) -> Memory:
-            cotangent = jnp.ones_like(memory["loss"]) if op.loss else memory[f"cotangent{j + 1}"]
-            gradient, cotangent = op.backward(memory[f"params{j}"], memory[f"residuals{j}"], cotangent)
+            gradient, memory = self.ops.backward(memory, j, memory[f"params{j}"])
             flat = self.plan.format.flatten(j, gradient)
             before = {name: memory[box][name][: vector.size] for name, vector in flat.items()}
             # never by multiplying: what the first worker finds in the box may be anything
             total = {name: jnp.where(self.i == 0, 0, before[name]) + vector for name, vector in flat.items()}
             total = {name: jnp.where(last, vector / self.N, vector) for name, vector in total.items()}
             memory = {**memory, box: self.plan.format.write(total, memory[box])}
-            return {**self.over_data(memory, box, last), **({f"cotangent{j}": cotangent} if j else {})}
+            return self.over_data(memory, box, last)
 
-        return when(mine, body, memory, [box, *([f"cotangent{j}"] if j else [])])
+        return when(mine, body, memory, [box, *self.ops.backward_changes(j)])
 
     def over_data(self, memory: Memory, box: str, last: jax.Array) -> Memory:
         """The mean over data groups. Only the groups' workers N−1 take part: the predicate is the same for all of them."""
@@ -201,10 +178,6 @@ class Period:
         box, handed = f"box{beat}", f"handed{hand_off.box}"
         with jax.named_scope(f"send/finished{hand_off.stage}"):
             return when(b == hand_off.block, lambda m: {**m, handed: _permute(pair, m[box])}, memory, [handed])
-
-
-def _where(condition: jax.Array, first: PyTree, second: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
 
 
 def _permute(pairs: Any, payload: PyTree) -> PyTree:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory, when
 from cyclic_jax.executors.mesh import DATA
 from cyclic_jax.executors.slots import Slots
@@ -61,15 +62,6 @@ class Plan:
     def last(self) -> int:
         """The last stage."""
         return len(self.ops) - 1
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Calls since the start, the start's step, and the run's key; the same on all devices."""
-
-    calls: jax.Array
-    first_step: jax.Array
-    key: jax.Array
 
 
 class StageWork:

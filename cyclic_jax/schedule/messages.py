@@ -6,8 +6,9 @@ of whole ticks between the two: 0 means that it is needed in the very next tick.
 - ``"gradients"`` (every worker holds a full copy): worker i adds its gradient of a stage to the partial sum and sends it to i+1;
   worker N−1 completes the sum and hands it to e, the first worker that can use it in its next forward; from there it rides the
   forwards e → e+1 → … → e−1 around the ring.
-- ``"states"`` (sharded parameters, S = N, stage j owned by worker e(j) = N−1−j): two streams of parameters ride around the
-  ring, along the forwards and along the backwards; the gradient sum rides with the backwards and ends at the owner.
+- ``"states"`` (sharded parameters, stage j owned by worker e, as above; N−1−j for S = N): two streams of parameters ride around
+  the ring, along the forwards and along the backwards; the gradient sum rides with the backwards and ends at the owner.
+- ``"delayed_states"``: likewise under ``cdp-v1``, where the owner itself sends to worker 0 in the place of worker N−1.
 - ``"activations"`` (one stage per device): activations go to the next stage's device, cotangents to the one before.
 
 All three are derived; see the documentation of the method.
@@ -23,7 +24,7 @@ from cyclic_jax.schedule.ops import BACKWARD, FORWARD, Op
 if TYPE_CHECKING:
     from cyclic_jax.schedule.table import Schedule
 
-Moving = Literal["gradients", "states", "activations"]
+Moving = Literal["gradients", "states", "delayed_states", "activations"]
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +71,7 @@ def messages(schedule: Schedule, moving: Moving) -> tuple[Message, ...]:
     """All messages of one period, in order of their ticks.
 
     Raises:
-        ValueError: for an unknown ``moving``, ``"states"`` with S other than N, or a table in which a message would be late.
+        ValueError: for an unknown ``moving``, workers that have no ring, or a table in which a message would be late.
     """
     found = (_message(schedule, dependency) for dependency in dependencies(schedule, moving))
     return tuple(sorted(message for message in found if message.sender != message.receiver))
@@ -78,7 +79,12 @@ def messages(schedule: Schedule, moving: Moving) -> tuple[Message, ...]:
 
 def dependencies(schedule: Schedule, moving: Moving) -> list[Dependency]:
     """What lies behind the messages, those that a worker sends itself included."""
-    makers = {"gradients": _gradients, "states": _states, "activations": _activations}
+    makers = {
+        "gradients": _gradients,
+        "states": _states,
+        "delayed_states": _delayed_states,
+        "activations": _activations,
+    }
     if moving not in makers:
         raise ValueError(f"moving={moving!r} is unknown: expected one of {', '.join(makers)}")
     return makers[moving](schedule)
@@ -105,10 +111,7 @@ def _between_workers(kind: str, stage: int, leaves: Place, needed: Place, worker
 
 def _gradients(schedule: Schedule) -> list[Dependency]:
     N, found = schedule.num_workers, []
-    if N > 1 and schedule.offset == 0:
-        raise ValueError(
-            f"workers that do everything at the same time have no ring: they need an all-reduce\n{schedule}"
-        )
+    _check_ring(schedule)
     for j in range(schedule.num_stages):
         forward, backward, e = Op(FORWARD, j), Op(BACKWARD, j), first_user(schedule, j)
         found += _partial_sums(backward, j, N)
@@ -125,19 +128,39 @@ def _partial_sums(backward: Op, stage: int, num_workers: int) -> list[Dependency
     return [_between_workers("partial", stage, (backward, i, 0), (backward, i + 1, 0), i) for i in hops]
 
 
+def _check_ring(schedule: Schedule) -> None:
+    if schedule.num_workers > 1 and schedule.offset == 0:
+        raise ValueError(
+            f"workers that do everything at the same time have no ring: they need an all-reduce\n{schedule}"
+        )
+
+
 def _states(schedule: Schedule) -> list[Dependency]:
     N, found = schedule.num_workers, []
-    if schedule.num_stages != N:
-        raise ValueError(
-            f"sharded states need as many stages as workers, got {schedule.num_stages} stages for {N} workers"
-        )
-    for j in range(N):
-        forward, backward = Op(FORWARD, j), Op(BACKWARD, j)
+    _check_ring(schedule)
+    for j in range(schedule.num_stages):
+        forward, backward, e = Op(FORWARD, j), Op(BACKWARD, j), first_user(schedule, j)
         for kind, op in (("forward_parameters", forward), ("backward_parameters", backward)):
             found += [_between_workers(kind, j, (op, i, 0), (op, (i + 1) % N, (i + 1) // N)) for i in range(N)]
         found += _partial_sums(backward, j, N)
-        found.append(_between_workers("hand_off", j, (backward, N - 1, 0), (forward, N - 1 - j, 1)))
+        found.append(_between_workers("hand_off", j, (backward, N - 1, 0), (forward, e, 1)))
     return found
+
+
+def _delayed_states(schedule: Schedule) -> list[Dependency]:
+    """A message N−1 → 0 leaves from the owner instead, when its last op before that moment has ended."""
+
+    def from_owner(d: Dependency) -> Dependency:
+        if not d.kind.endswith("_parameters") or d.needed[1:] != (0, 1):
+            return d
+        e, until = first_user(schedule, d.stage), schedule.end(*d.leaves)
+        places = [(slot.op, e, step) for slot in schedule.program for step in (0, 1)]
+        leaves = max(
+            (place for place in places if schedule.end(*place) <= until), key=lambda place: schedule.end(*place)
+        )
+        return _between_workers(d.kind, d.stage, leaves, d.needed)
+
+    return [from_owner(dependency) for dependency in _states(schedule)]
 
 
 def _activations(schedule: Schedule) -> list[Dependency]:
