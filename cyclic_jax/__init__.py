@@ -4,6 +4,7 @@ from cyclic_jax import models
 from cyclic_jax.delay import DelayByStageState, delay_by_stage
 from cyclic_jax.executors import Executor, make_executor
 from cyclic_jax.partition import partition
+from cyclic_jax.processes import global_batch, local_rows, read_metrics
 from cyclic_jax.reference import reference_step
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Op, Schedule
@@ -28,9 +29,12 @@ __all__ = [
     "from_functions",
     "from_linen",
     "from_nnx",
+    "global_batch",
+    "local_rows",
     "make_executor",
     "models",
     "partition",
+    "read_metrics",
     "reference_step",
     "simulate_devices",
 ]

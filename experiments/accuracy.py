@@ -12,6 +12,7 @@ import tyro
 
 from experiments import report
 from experiments.config import PRESETS, Config
+from experiments.processes import say
 from experiments.running import command, heading, run_all
 from experiments.training import prepare
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_study(config: Config) -> str:
     """Run the whole study, write its files, and return the table."""
     study = prepare(config)
-    print(heading(study, config.model), file=sys.stderr)
+    say(heading(study, config.model), sys.stderr)
     return report.table(run_all(study))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import cyclic_jax as cj
 from cyclic_jax.checkpoint import CANONICAL, Checkpoints
 from experiments.config import as_json, fixed, rule_and_executor
-from experiments.run import Losses, Run, check_finite, finite_losses
+from experiments.run import Losses, Run, check_finite
 from experiments.training import Study
 
 
@@ -88,12 +88,12 @@ class Keeper:
         """
         losses.catch_up()
         state, last = self._executor.drain(carry)
-        finite_losses(last, losses.run)
+        losses.check(last)
         check_finite(state, losses.run)
         if not self._canonical:
             self._store.save(begun, carry, self._noted(losses))
             return carry
-        losses.read(last)
+        losses.catch_up(last)
         self._store.save_canonical(begun, state, self._noted(losses))
         return self._executor.init(state)
 

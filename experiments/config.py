@@ -8,13 +8,15 @@ their mask by default: with 4 stages theirs leaves workers 4 to 7 without any de
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import tyro
 
 import cyclic_jax as cj
+from experiments.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Options:
     executor: str = "synchronous"
     """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""
     devices: int | None = None
-    """Simulated CPU devices; by default one for each worker. Without effect on GPUs and TPUs."""
+    """Simulated CPU devices of each process; by default together one for each worker. Without effect on GPUs and TPUs."""
+    processes: Annotated[Processes, tyro.conf.OmitArgPrefixes] = field(default_factory=Processes)
+    """Which processes train together."""
     seeds: int = 3
     """How many seeds; they set the parameters, the order of the data and the dropout."""
     steps: int | None = None
@@ -112,7 +116,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
 
 
 # what may differ when a study is resumed
-FREE = frozenset({"rules", "seeds", "executor", "devices", "data_dir", "out", "eval_every", "profile"})
+FREE = frozenset({"rules", "seeds", "executor", "devices", "processes", "data_dir", "out", "eval_every", "profile"})
 FREE |= {"checkpoint_dir", "save_every", "checkpoint_form", "resume"}
 RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-published")
 
@@ -161,6 +165,7 @@ def check(config: Options) -> None:
     Raises:
         ValueError: naming the option and its value.
     """
+    config.processes.check()
     positive = ["num_workers", "num_stages", "seeds", "batch_per_worker", "epochs", "lr", "drop_every", "drop_factor"]
     positive += [
         "save_every",

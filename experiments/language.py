@@ -21,6 +21,7 @@ from experiments import report
 from experiments.config import Options, check, make_rule, rule_and_executor
 from experiments.data.ngram import bigram_loss, unigram_loss
 from experiments.data.text import Text, python_topics
+from experiments.processes import say
 from experiments.running import command, heading, run_all
 from experiments.training import Study, make_study
 
@@ -86,7 +87,7 @@ def baselines(data: Text) -> dict[str, float]:
 def run_study(config: Config) -> str:
     """Run the whole study, write its files, and return the table."""
     study = prepare(config)
-    print(heading(study, "causal transformer"), file=sys.stderr)
+    say(heading(study, "causal transformer"), sys.stderr)
     counted = baselines(study.data)
     executors = {entry: rule_and_executor(config, entry)[1] for entry in study.executors}
     return report.loss_table(run_all(study, counted), executors, counted)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cyclic_jax.checkpoint.identity import difference
 from experiments.config import Options, as_json, fixed
@@ -17,23 +17,29 @@ class Log:
     """results.jsonl and the folder tensorboard in ``folder``; a context manager.
 
     Lines have a ``kind``: config, baseline, step, evaluation, result. A new study replaces what an earlier one left; a resumed one
-    goes on, after what was logged later than the checkpoint was dropped, so that no line is missing and none is there twice.
+    goes on, after what was logged later than the checkpoint was dropped, so that no line is missing and none is there twice. With
+    several processes one of them writes, and all read what was there before.
 
     Raises:
         ValueError: if a resumed study has other options than the one in the folder.
     """
 
-    def __init__(self, folder: Path, config: Options, *, resume: bool = False):
+    def __init__(self, folder: Path, config: Options, *, resume: bool = False, write: bool = True):
         from tensorboardX import SummaryWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
         self._path, self._writers, self._hidden = folder / "results.jsonl", dict[str, Any](), dict[str, int]()
+        self._before = resume and self._path.exists() and bool(self._lines())
+        self._file: IO[str] | None = None
         self._make_writer = lambda name: SummaryWriter(
             str(folder / "tensorboard" / name), purge_step=self._hidden.get(name)
         )
-        if resume and self._path.exists() and (lines := self._lines()):
-            self._check(lines[0], config)
-            self._replace(lines)
+        if self._before:
+            self._check(config)
+        if not write:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._before:
+            self._replace(self._lines())
             return
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an earlier study, like its results.jsonl
         self._file = self._path.open("w")
@@ -43,7 +49,8 @@ class Log:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -67,21 +74,26 @@ class Log:
 
     def baseline(self, name: str, test_loss: float) -> None:
         """What the test costs without a model."""
-        if not any(line["kind"] == "baseline" and line["name"] == name for line in self._lines()):
+        known = [line["name"] for line in self._lines() if line["kind"] == "baseline"] if self._before else []
+        if name not in known:
             self._line(kind="baseline", name=name, test_loss=test_loss)
 
     def sync(self) -> None:
         """Everything so far is on disk when this returns."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def _line(self, **values: Any) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def _evaluation_scalars(self, run: Run, step: int, accuracy: float, loss: float) -> None:
         self._scalars(run, step, {"test_accuracy": accuracy, "test_loss": loss})
 
     def _scalars(self, run: Run, step: int, values: dict[str, float]) -> None:
+        if self._file is None:
+            return
         if run.name not in self._writers:
             self._writers[run.name] = self._make_writer(run.name)
         for tag, value in values.items():
@@ -91,7 +103,7 @@ class Log:
 
     def finished(self, rule: str, seed: int) -> Run | None:
         """The run as it was logged, if it has come to its end."""
-        run = self._run(rule, seed, self._lines())
+        run = self._run(rule, seed, self._lines() if self._before else [])
         return run if run.seconds else None
 
     def rewind(self, rule: str, seed: int, losses: int, begun: int) -> Run:
@@ -112,7 +124,7 @@ class Log:
                 return False
             return line["step"] >= losses if line["kind"] == "step" else line.get("begun", 0) > begun
 
-        lines = self._lines()
+        lines = self._lines() if self._before else []
         kept = [line for line in lines if not later(line)]
         run = self._run(rule, seed, kept)
         if len(run.losses) != losses:
@@ -120,10 +132,11 @@ class Log:
                 f"{self._path} has {len(run.losses)} of the {losses} losses before the checkpoint of {run.name}: go on with the "
                 "--out that the study began with"
             )
-        if len(kept) < len(lines):
+        if self._file is not None and len(kept) < len(lines):
             self._file.close()
             self._replace(kept)
-        self._hidden[run.name] = losses  # TensorBoard hides what earlier files hold from this step on
+        if self._before:
+            self._hidden[run.name] = losses  # TensorBoard hides what earlier files hold from this step on
         for evaluation in run.evaluations:
             if evaluation.step >= losses:
                 self._evaluation_scalars(run, evaluation.step, evaluation.accuracy, evaluation.loss)
@@ -145,14 +158,14 @@ class Log:
                 )
         return run
 
-    def _check(self, first: Line, config: Options) -> None:
-        there = {name: value for name, value in first.items() if name != "kind"}
+    def _check(self, config: Options) -> None:
+        there = {name: value for name, value in self._lines()[0].items() if name != "kind"}
         found = difference(fixed(there), fixed(as_json(config)))
         if found is not None:
             raise ValueError(f"{self._path} is of another study: {found}")
 
     def _lines(self) -> list[Line]:
-        """The whole lines; a process that was killed may leave half a one at the end."""
+        """The whole lines of a study that is resumed; a process that was killed may leave half a one at the end."""
         whole = self._path.read_text().split("\n")[:-1]
         return [json.loads(line) for line in whole]
 

@@ -14,6 +14,7 @@ import numpy as np
 import cyclic_jax as cj
 
 READ_LATE = 4  # calls whose metrics are not read yet
+READ_TOGETHER = 16  # calls whose metrics several processes exchange at once
 
 
 class Evaluation(NamedTuple):
@@ -90,50 +91,50 @@ class Losses:
     def __init__(self, run: Run, num_workers: int, on_step: Callable[[int, float], None]):
         self.run, self._num_workers, self._on_step = run, num_workers, on_step
         self._unread = deque[cj.Metrics]()
+        self._together = 1 if jax.process_count() == 1 else READ_TOGETHER
         self.partial: dict[int, list[float]] = {}
         """Of steps that some workers have reported and others have not."""
 
     def add(self, metrics: cj.Metrics) -> None:
-        """One call's metrics. Raises as :meth:`read`, for those of a few calls before."""
+        """One call's metrics. Raises as :meth:`catch_up`, for those of a few calls before."""
         self._unread.append(metrics)
-        if len(self._unread) > READ_LATE:
-            self.read(self._unread.popleft())
+        if len(self._unread) >= READ_LATE + self._together:
+            self._read([self._unread.popleft() for _ in range(self._together)])
 
     def catch_up(self, *more: cj.Metrics) -> None:
-        """Read all that was added, then ``more``; waits for the devices. Raises as :meth:`read`."""
-        self._unread.extend(more)
-        while self._unread:
-            self.read(self._unread.popleft())
-
-    def read(self, metrics: cj.Metrics) -> None:
-        """Take one call's metrics in.
+        """Read all that was added, then ``more``; waits for the devices.
 
         Raises:
             FloatingPointError: for a loss that is not finite; names step and worker.
         """
-        for step, loss in finite_losses(metrics, self.run):
-            self.partial.setdefault(step, []).append(loss)
-            if len(self.partial[step]) == self._num_workers:
-                self.run.losses.append(float(np.mean(self.partial.pop(step))))
-                self._on_step(step, self.run.losses[-1])
+        self._read([*self._unread, *more])
+        self._unread.clear()
 
+    def check(self, metrics: cj.Metrics) -> None:
+        """Raise as :meth:`catch_up`, for metrics that will come again."""
+        for one in cj.read_metrics([metrics]):
+            self._finite(one)
 
-def finite_losses(metrics: cj.Metrics, run: Run) -> list[tuple[int, float]]:
-    """(step, loss) of every worker that reports one.
+    def _read(self, calls: list[cj.Metrics]) -> None:
+        """The same in every process, so that all go on or all stop."""
+        for metrics in cj.read_metrics(calls):
+            for step, loss in self._finite(metrics):
+                self.partial.setdefault(step, []).append(loss)
+                if len(self.partial[step]) == self._num_workers:
+                    self.run.losses.append(float(np.mean(self.partial.pop(step))))
+                    self._on_step(step, self.run.losses[-1])
 
-    Raises:
-        FloatingPointError: for a loss that is not finite; names step and worker.
-    """
-    losses, steps = np.asarray(metrics.loss), np.asarray(metrics.step)
-    found = []
-    for worker in np.flatnonzero(steps >= 0):
-        step, loss = int(steps[worker]), float(losses[worker])
-        if not np.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of worker {worker} at step {step} is {loss} (rule {run.rule}, seed {run.seed})"
-            )
-        found.append((step, loss))
-    return found
+    def _finite(self, metrics: cj.Metrics) -> list[tuple[int, float]]:
+        """(step, loss) of every worker that reports one."""
+        found, run = [], self.run
+        for worker in np.flatnonzero(metrics.step >= 0):
+            step, loss = int(metrics.step[worker]), float(metrics.loss[worker])
+            if not np.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss of worker {worker} at step {step} is {loss} (rule {run.rule}, seed {run.seed})"
+                )
+            found.append((step, loss))
+        return found
 
 
 def check_finite(state: cj.TrainState, run: Run) -> None:

@@ -1,6 +1,7 @@
 """Running a study: every rule with every seed, the files it leaves behind, and the errors a person sees."""
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TypeVar
@@ -8,7 +9,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 import cyclic_jax as cj
-from experiments import report
+from experiments import processes, report
 from experiments.checkpointing import Keeper, refuse_overwriting
 from experiments.config import Options, check, make_rule
 from experiments.interruption import EXIT_CODE, Interrupted, Interruptions
@@ -27,13 +28,19 @@ def command(config: AnyOptions, run_study: Callable[[AnyOptions], str]) -> None:
     """
     try:
         check(config)
-        cj.simulate_devices(config.num_workers if config.devices is None else config.devices)
-        print(run_study(config))
+        devices = config.processes.devices(config.num_workers) if config.devices is None else config.devices
+        cj.simulate_devices(devices)
+        config.processes.join()
+        processes.say(run_study(config))
     except (ValueError, FloatingPointError, OSError) as error:
-        sys.exit(f"error: {error}")
+        processes.stop(f"error: {error}")
     except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
+        processes.say(str(interrupted), sys.stderr)
         sys.exit(EXIT_CODE)
+    except Exception:
+        if config.processes.several:
+            processes.stop(traceback.format_exc())
+        raise
 
 
 def run_all(study: Study, baselines: Mapping[str, float] | None = None) -> list[Run]:
@@ -52,7 +59,7 @@ def run_all(study: Study, baselines: Mapping[str, float] | None = None) -> list[
     config, runs = study.config, list[Run]()
     refuse_overwriting(study)
     with (
-        Log(config.out, config, resume=config.resume) as log,
+        Log(config.out, config, resume=config.resume, write=processes.first()) as log,
         Interruptions() if config.checkpoint_dir else nullcontext(lambda: False) as stop,
     ):
         for name, loss in (baselines or {}).items():
@@ -62,8 +69,9 @@ def run_all(study: Study, baselines: Mapping[str, float] | None = None) -> list[
                 runs.append(log.finished(rule, seed) or one_run(study, rule, seed, log, stop))
                 if stop() and len(runs) < config.seeds * len(study.executors):
                     raise Interrupted(runs[-1].name, None)
-    report.plot_losses(runs, config.out / "loss.png")
-    print(report.summary(runs), file=sys.stderr)
+    if processes.first():
+        report.plot_losses(runs, config.out / "loss.png")
+    processes.say(report.summary(runs), sys.stderr)
     return runs
 
 
@@ -73,8 +81,14 @@ def one_run(study: Study, rule: str, seed: int, log: Log, stop: Callable[[], boo
     with Keeper(study, rule, seed, log.sync) if study.config.checkpoint_dir else nullcontext() as keeper:
         run = log.rewind(rule, seed, keeper.known_losses, keeper.latest) if keeper else Run(rule, seed)
         run.seconds = keeper.seconds if keeper else 0.0
-        total, done = study.total_steps, len(run.losses)
-        with tqdm(total=total, initial=done, desc=f"{rule} seed {seed}", unit="step", mininterval=every) as bar:
+        with tqdm(
+            total=study.total_steps,
+            initial=len(run.losses),
+            desc=f"{rule} seed {seed}",
+            unit="step",
+            mininterval=every,
+            disable=not processes.first(),
+        ) as bar:
 
             def on_step(step: int, loss: float) -> None:
                 bar.set_postfix(loss=f"{loss:.4f}", refresh=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import cyclic_jax as cj
+from cyclic_jax.executors.base import copied
 from cyclic_jax.state import snapshot_of
 from experiments.config import Config, Options, check, make_rule, rule_and_executor
 from experiments.data import load
 from experiments.data.augment import make_augment
 from experiments.interruption import Interrupted
 from experiments.optimizers import learning_rate, make_optimizer
+from experiments.processes import total
 from experiments.profiling import Profile
 from experiments.run import Clock, Evaluation, Losses, Run, check_finite
 
@@ -142,8 +146,10 @@ def train(
     """
     config, executor, run = study.config, study.executors[rule], run or Run(rule, seed)
     losses, start = Losses(run, executor.num_workers, on_step), keeper.latest if keeper else 0
-    with closing(study.data.batches(config.global_batch, seed, start)) as batches:
-        first = tuple(next(batches))
+    rows = config.global_batch
+    with closing(study.data.batches(rows, seed, start, rows=cj.local_rows(executor, rows))) as own:
+        batches = (cj.global_batch(executor, tuple(batch), rows=rows) for batch in own)
+        first = next(batches)
         warm_up(study, executor, seed, first)
         fresh = initial_state(study, executor, seed)
         carry = keeper.restore(fresh, first, losses) if keeper and start else executor.init(fresh)
@@ -153,7 +159,7 @@ def train(
             stream = islice(chain([first], batches), study.total_steps - start)
             for begun, batch in enumerate(stream, start + 1):
                 with profile.step(begun):
-                    carry, metrics = executor.step(carry, tuple(batch))
+                    carry, metrics = executor.step(carry, batch)
                 losses.add(metrics)
                 if config.eval_every and begun % config.eval_every == 0:
                     with clock.stopped():
@@ -194,12 +200,25 @@ def evaluate_in_flight(study: Study, executor: cj.Executor, carry: Any, begun: i
 
 
 def evaluate(study: Study, executor: cj.Executor, snapshot: cj.Snapshot) -> tuple[float, float]:
-    """Accuracy and mean loss over the test split, over images or over characters: whatever has a label."""
+    """Accuracy and mean loss over the test split, over images or over characters: whatever has a label.
+
+    Every process evaluates its share of each batch on its own devices.
+    """
+    rows = np.array_split(np.arange(study.config.global_batch), jax.process_count())[jax.process_index()]
+    everywhere, split = own_devices(executor, len(rows))
+    params, state = jax.tree.map(lambda leaf: copied(leaf, everywhere), (snapshot.params, snapshot.model_state))
     totals = np.zeros(3)
-    for inputs, labels, valid in study.data.eval_batches(study.config.global_batch):
-        inputs, labels, valid = jax.device_put((inputs, labels, valid), executor.batch_sharding)
-        totals += np.asarray(study.evaluate_batch(snapshot.params, snapshot.model_state, inputs, labels, valid))
+    for batch in study.data.eval_batches(study.config.global_batch, rows):
+        totals += np.asarray(study.evaluate_batch(params, state, *jax.device_put(batch, split)))
+    totals = total(totals)
     return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+
+
+def own_devices(executor: cj.Executor, rows: int) -> tuple[NamedSharding, NamedSharding]:
+    """As many of this process's devices as divide ``rows`` rows: all holding the same, and each its share of the rows."""
+    devices = [d for d in executor.mesh.devices.flat if d.process_index == jax.process_index()]
+    mesh = Mesh(np.asarray(devices[: math.gcd(rows, len(devices))]), ("rows",))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
 
 
 def _count(model: cj.StagedModel, params: PyTree, state: PyTree, x: Any, labels: Any, valid: Any) -> jax.Array:

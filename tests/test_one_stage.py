@@ -15,6 +15,7 @@ from cyclic_jax.communication import collectives
 from cyclic_jax.executors.lanes import Lanes
 from cyclic_jax.executors.model_parallel import ModelParallelExecutor
 from cyclic_jax.executors.pipeline import PipelineExecutor
+from cyclic_jax.executors.placing import widen
 from tests import problems
 from tests.proofs import RULES, STEPS, TOLERANCE, check, custom, expected, run
 
@@ -182,7 +183,7 @@ def test_it_lowers_for_accelerators(platform, kind):
         carry = executor.init(cj.TrainState.create(model, optax.sgd(0.1), jax.random.key(0)))
         batch = (jnp.zeros((4, 3)), jnp.zeros(4, jnp.int32))
         carry, _ = executor.step(carry, batch)
-        placed = jax.device_put(executor._arranged(batch), executor._batch_layout)
+        placed = widen(jax.device_put(batch, executor.batch_sharding), executor._batch_layout)
         exported = jax.export.export(executor._jit_step, platforms=(platform,))(carry, placed)
         assert exported.platforms == (platform,)
 

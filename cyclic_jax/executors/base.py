@@ -68,14 +68,34 @@ def check_state(state: TrainState, model: StagedModel, num_workers: int) -> None
 
 
 def placed(state: TrainState, mesh: Mesh) -> TrainState:
-    """``state`` where a program on the mesh can read it: leaves that lie on other devices are copied to each of the mesh's."""
+    """``state`` where a program on the mesh can read it: leaves that lie on other devices are copied to each of the mesh's.
+
+    With several processes each copies to its own devices, and what it has is taken to be what the others have.
+    """
     everywhere, devices = NamedSharding(mesh, PartitionSpec()), set(mesh.devices.flat)
 
     def one(leaf: Any) -> Any:
         there = not isinstance(leaf, jax.Array) or not leaf.committed or leaf.sharding.device_set == devices
-        return leaf if there else jax.device_put(leaf, everywhere)
+        return leaf if there else copied(leaf, everywhere)
 
     return jax.tree.map(one, state)
+
+
+def copied(leaf: jax.Array, everywhere: NamedSharding) -> jax.Array:
+    """``leaf`` on all devices of a sharding that splits nothing.
+
+    Raises:
+        ValueError: if this process has only a part of it.
+    """
+    if everywhere.is_fully_addressable and leaf.is_fully_addressable:
+        return jax.device_put(leaf, everywhere)
+    if not leaf.is_fully_replicated:
+        raise ValueError(
+            f"a leaf of shape {leaf.shape} lies in parts on several processes ({leaf.sharding}): gather it first"
+        )
+    own = [device for device in everywhere.mesh.devices.flat if device in everywhere.addressable_devices]
+    copies = [jax.device_put(leaf.addressable_data(0), device) for device in own]
+    return jax.make_array_from_single_device_arrays(leaf.shape, everywhere, copies)
 
 
 def check_batch(batch: Batch, num_workers: int) -> None:

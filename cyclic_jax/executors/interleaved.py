@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state, placed
 from cyclic_jax.executors.guard import Memory
 from cyclic_jax.executors.interleaved_period import Period, Plan
-from cyclic_jax.executors.mesh import CYCLIC, DATA, check_mesh
+from cyclic_jax.executors.mesh import CYCLIC, DATA, check_mesh, check_processes
 from cyclic_jax.executors.stage_op import StageOp, trace_ops
 from cyclic_jax.executors.turns import updated_late
 from cyclic_jax.optimizer import check_separate
@@ -227,7 +227,7 @@ class InterleavedExecutor:
 
 def _one_device(mesh: Mesh | None) -> Mesh:
     if mesh is None:
-        return Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), (DATA, CYCLIC))
+        return check_processes(Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), (DATA, CYCLIC)))
     if mesh.size != 1:
         raise ValueError(f"the interleaved executor runs on one device, and the mesh has {mesh.size}")
     return check_mesh(mesh, 1)

@@ -9,21 +9,41 @@ DATA, CYCLIC, STAGE = "data", "cyclic", "stage"
 
 
 def default_mesh(num_workers: int) -> Mesh:
-    """As many devices as divide the workers evenly, neighbours in the ring being neighbours in hardware."""
+    """As many devices as divide the workers evenly, neighbours in the ring being neighbours in hardware.
+
+    Raises:
+        ValueError: if that leaves a process without a device.
+    """
     devices = jax.devices()
     size = max(d for d in range(1, num_workers + 1) if num_workers % d == 0 and d <= len(devices))
     if size == len(devices):
         return Mesh(mesh_utils.create_device_mesh((1, size)), (DATA, CYCLIC))
-    return Mesh(np.asarray(devices[:size]).reshape(1, size), (DATA, CYCLIC))
+    return check_processes(Mesh(np.asarray(devices[:size]).reshape(1, size), (DATA, CYCLIC)))
+
+
+def check_processes(mesh: Mesh) -> Mesh:
+    """The mesh.
+
+    Raises:
+        ValueError: if some process has none of its devices: it would have nothing to do but wait.
+    """
+    working = {device.process_index for device in mesh.devices.flat}
+    idle = sorted(set(range(jax.process_count())) - working)
+    if idle:
+        raise ValueError(
+            f"the mesh has {mesh.size} of {len(jax.devices())} devices and leaves processes {idle} of {jax.process_count()} "
+            "without work: start fewer processes or devices a process, or give a mesh with devices of every process"
+        )
+    return mesh
 
 
 def check_mesh(mesh: Mesh, num_workers: int) -> Mesh:
     """The mesh with both axes in order; ``num_workers`` is the ring's N.
 
     Raises:
-        ValueError: for other axes, or a ``cyclic`` axis whose size does not divide N.
+        ValueError: for other axes, a ``cyclic`` axis whose size does not divide N, or a process without a device.
     """
-    mesh = _both_axes(mesh)
+    mesh = check_processes(_both_axes(mesh))
     size = mesh.shape[CYCLIC]
     if num_workers % size:
         raise ValueError(
@@ -41,7 +61,7 @@ def ring_mesh(mesh: Mesh | None, num_devices: int) -> Mesh:
     """
     if mesh is None and len(jax.devices()) < num_devices:
         raise ValueError(f"{num_devices} devices are needed, and there are {len(jax.devices())}")
-    mesh = default_mesh(num_devices) if mesh is None else _both_axes(mesh)
+    mesh = default_mesh(num_devices) if mesh is None else check_processes(_both_axes(mesh))
     if mesh.shape[CYCLIC] != num_devices:
         raise ValueError(f"{num_devices} devices are needed, and the mesh has {mesh.shape[CYCLIC]} along 'cyclic'")
     return mesh

@@ -12,11 +12,10 @@ from math import lcm
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from cyclic_jax.executors.base import Batch, Loss
+from cyclic_jax.executors.base import Loss
 from cyclic_jax.executors.guard import Memory, when
 from cyclic_jax.executors.lanes import Pairs, receiver
 from cyclic_jax.executors.mesh import CYCLIC, DATA, ring_mesh
@@ -62,23 +61,9 @@ class ModelParallelExecutor(OneStage):
             residuals=residuals,
             fill=fill,
         )
-        # micro-batch i begins on replica i of stage 0
+        # micro-batch i begins on replica i of stage 0; the devices of later stages hold no rows
         self.batch_sharding = NamedSharding(Mesh(self.mesh.devices[:, :N], (DATA, CYCLIC)), DEVICES)
         self.repeats = lcm(*range(1, N + 1))
-
-    # ---- the batch ------------------------------------------------------------------------------------------
-
-    def _arranged(self, batch: Batch) -> Batch:
-        """Rows for every device: a group's N micro-batches, then zeros for the devices of later stages."""
-        N, devices = self.rule.num_workers, int(self.first[-1])
-
-        def one(leaf: Any) -> Any:
-            rows = leaf.shape[0] // self.num_workers
-            leaf = jnp.asarray(leaf).reshape(self.groups, N * rows, *leaf.shape[1:])
-            pad = [(0, 0), (0, (devices - N) * rows), *[(0, 0)] * (leaf.ndim - 2)]
-            return jnp.pad(leaf, pad).reshape(-1, *leaf.shape[2:])
-
-        return jax.tree.map(one, batch)
 
     # ---- the step -------------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state, placed
 from cyclic_jax.executors.guard import Memory
+from cyclic_jax.executors.placing import place, widen, widened
 from cyclic_jax.executors.stage_op import StageOp, trace_ops
 from cyclic_jax.optimizer import check_separate
 from cyclic_jax.rules import UpdateRule
@@ -132,11 +134,11 @@ class Staggered:
 
     def step(self, carry: StaggeredCarry, batch: Batch) -> tuple[StaggeredCarry, Metrics]:
         """One period; ``carry`` is donated. Late micro-batches' losses belong to the step before (−1 where there is none)."""
-        check_batch(batch, self.num_workers)
+        batch = place(batch, self.batch_sharding, self.num_workers)
         self._trace(batch)
         if carry.flight is None:
             carry = replace(carry, flight=self._jit_flight())
-        carry, losses = self._jit_step(carry, jax.device_put(self._arranged(batch), self._batch_layout))
+        carry, losses = self._jit_step(carry, widen(batch, self._batch_layout))
         return carry, self._leaving(losses)
 
     def drain(self, carry: StaggeredCarry) -> tuple[TrainState, Metrics]:
@@ -156,7 +158,12 @@ class Staggered:
         self._trace(batch)
         if carry.flight is None:
             carry = replace(carry, flight=jax.eval_shape(self._flight))
-        return self._jit_step.lower(carry, jax.eval_shape(self._arranged, batch))
+
+        def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape, dtype = np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(widened(shape, self.batch_sharding, self._batch_layout), dtype)
+
+        return self._jit_step.lower(carry, jax.tree.map(struct, batch))
 
     def carry_struct(self, state: TrainState, batch: Batch | None = None) -> Any:
         """Shapes, dtypes and shardings of the carry that ``init`` makes; with a batch, of the one that ``step`` returns."""
@@ -174,11 +181,7 @@ class Staggered:
 
     # ---- shared parts ---------------------------------------------------------------------------------------
 
-    _batch_layout: NamedSharding
-
-    def _arranged(self, batch: Batch) -> Batch:
-        """The batch as the devices take it."""
-        return batch
+    _batch_layout: NamedSharding  # as batch_sharding; or over more devices, those that it lacks holding no rows
 
     def _micro_batch(self, batch: Batch) -> Batch:
         """The structs of one."""

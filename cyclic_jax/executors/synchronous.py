@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cyclic_jax.delay import DelayByStageState, delay_by_stage
 from cyclic_jax.executors.base import Batch, Loss, check_batch, check_rule, check_state, placed
 from cyclic_jax.executors.mesh import CYCLIC, DATA, check_mesh, default_mesh
+from cyclic_jax.executors.placing import place
 from cyclic_jax.optimizer import by_stage
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
@@ -113,8 +114,7 @@ class SynchronousExecutor:
 
     def step(self, carry: SynchronousCarry, batch: Batch) -> tuple[SynchronousCarry, Metrics]:
         """One training step of every worker; ``carry`` is donated."""
-        check_batch(batch, self.num_workers)
-        return self._jit_step(carry, jax.device_put(batch, self.batch_sharding))
+        return self._jit_step(carry, place(batch, self.batch_sharding, self.num_workers))
 
     def drain(self, carry: SynchronousCarry) -> tuple[TrainState, Metrics]:
         """The canonical state. Nothing is ever in flight here, so no metrics are left (step −1)."""

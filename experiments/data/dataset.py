@@ -13,6 +13,7 @@ from experiments.data.order import check_stream, step_indices, steps_per_epoch
 
 Batch = tuple[np.ndarray, np.ndarray]
 EvalBatch = tuple[np.ndarray, np.ndarray, np.ndarray]
+Rows = np.ndarray | slice
 
 
 class DatasetLike(Protocol):
@@ -53,10 +54,15 @@ class DatasetLike(Protocol):
     def steps_per_epoch(self, batch_size: int) -> int:
         """Whole batches of ``batch_size`` rows in the training split."""
 
-    def batches(self, batch_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Training steps for ever: (images uint8 [B, H, W, C], labels int32 [B]); step k depends on (seed, k) alone."""
+    def batches(
+        self, batch_size: int, seed: int, start_step: int = 0, rows: np.ndarray | None = None
+    ) -> Iterator[Batch]:
+        """Training steps for ever: (images uint8 [B, H, W, C], labels int32 [B]); step k depends on (seed, k) alone.
 
-    def eval_batches(self, batch_size: int) -> Iterator[EvalBatch]:
+        With ``rows``, only those of each batch, which are the same as in the whole batch.
+        """
+
+    def eval_batches(self, batch_size: int, rows: np.ndarray | None = None) -> Iterator[EvalBatch]:
         """The test split once: (images, labels, valid bool [B]); the last batch is padded with rows that are not valid."""
 
 
@@ -73,6 +79,11 @@ def check_labels(labels: np.ndarray, num_classes: int, where: str, indices: np.n
     if bad.size:
         index = bad[0] if indices is None else indices[bad[0]]
         raise ValueError(f"{where}: example {index} has label {labels[bad[0]]}, outside the range [0, {num_classes})")
+
+
+def every_row(rows: np.ndarray | None) -> Rows:
+    """``rows`` as an index: without them, of all rows."""
+    return slice(None) if rows is None else rows
 
 
 def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
@@ -190,13 +201,16 @@ class Dataset:
         """Whole batches in the training split; ValueError if it has fewer examples than ``batch_size``."""
         return steps_per_epoch(len(self.train), batch_size)
 
-    def batches(self, batch_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, seed: int, start_step: int = 0, rows: np.ndarray | None = None
+    ) -> Iterator[Batch]:
         """Training steps for ever, from ``start_step`` on; step k depends on (seed, k) alone.
 
         Args:
             batch_size: B.
             seed: of the order, at least 0.
             start_step: the first step to yield; to resume after m steps, pass m.
+            rows: which rows of each batch to yield, by default all.
 
         Yields:
             (images uint8 ``[B, H, W, C]``, labels int32 ``[B]``)
@@ -205,16 +219,16 @@ class Dataset:
             ValueError: at the call, if ``batch_size`` exceeds the training split or an argument is negative.
         """
         check_stream(len(self.train), batch_size, seed, start_step)
-        return self._stream(batch_size, seed, start_step)
+        return self._stream(batch_size, seed, start_step, every_row(rows))
 
-    def _stream(self, batch_size: int, seed: int, step: int) -> Iterator[Batch]:
+    def _stream(self, batch_size: int, seed: int, step: int, rows: Rows) -> Iterator[Batch]:
         while True:
-            rows = step_indices(len(self.train), batch_size, seed, step)
-            yield self.train.images[rows], self.train.labels[rows]
+            chosen = step_indices(len(self.train), batch_size, seed, step)[rows]
+            yield self.train.images[chosen], self.train.labels[chosen]
             step += 1
 
-    def eval_batches(self, batch_size: int) -> Iterator[EvalBatch]:
-        """The test split once, in order; the last batch is padded.
+    def eval_batches(self, batch_size: int, rows: np.ndarray | None = None) -> Iterator[EvalBatch]:
+        """The test split once, in order; the last batch is padded. With ``rows``, only those of each batch.
 
         Yields:
             (images uint8 ``[B, H, W, C]``, labels int32 ``[B]``, valid bool ``[B]``)
@@ -225,5 +239,6 @@ class Dataset:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 is needed")
         starts = range(0, len(self.test), batch_size)
-        slices = (slice(start, start + batch_size) for start in starts)
-        return (padded(self.test.images[rows], self.test.labels[rows], batch_size) for rows in slices)
+        slices, own = (slice(start, start + batch_size) for start in starts), every_row(rows)
+        whole = (padded(self.test.images[span], self.test.labels[span], batch_size) for span in slices)
+        return ((images[own], labels[own], valid[own]) for images, labels, valid in whole)

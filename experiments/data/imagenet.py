@@ -24,7 +24,7 @@ _ENDLESS = 2**40  # training steps
 
 @dataclass(frozen=True, eq=False)
 class TrainSteps:
-    """Element k is the batch of training step ``start + k``."""
+    """Element k is the batch of training step ``start + k``, or those of its rows that ``rows`` names."""
 
     source: Sequence[Example]
     num_classes: int
@@ -32,43 +32,46 @@ class TrainSteps:
     batch_size: int
     seed: int
     start: int
+    rows: np.ndarray
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> Batch:
         step = self.start + int(index)
-        rows = step_indices(len(self.source), self.batch_size, self.seed, step)
-        images = np.empty((self.batch_size, self.size, self.size, 3), np.uint8)
-        labels = np.empty(self.batch_size, np.int32)
-        for i, row in enumerate(rows.tolist()):
-            example = self.source[row]
-            rng = np.random.default_rng((self.seed, step, i))
+        chosen = step_indices(len(self.source), self.batch_size, self.seed, step)[self.rows]
+        images = np.empty((len(chosen), self.size, self.size, 3), np.uint8)
+        labels = np.empty(len(chosen), np.int32)
+        for i, (row, index) in enumerate(zip(self.rows.tolist(), chosen.tolist(), strict=True)):
+            example = self.source[index]
+            rng = np.random.default_rng((self.seed, step, row))
             images[i], labels[i] = train_crop(rng, to_pil(example["image"]), self.size), example["label"]
-        check_labels(labels, self.num_classes, "imagenet2012, train split", rows)
+        check_labels(labels, self.num_classes, "imagenet2012, train split", chosen)
         return images, labels
 
 
 @dataclass(frozen=True, eq=False)
 class EvalSteps:
-    """Element k is the k-th batch of the test split, the last one padded."""
+    """Element k is the k-th batch of the test split, the last one padded; or those of its rows that ``rows`` names."""
 
     source: Sequence[Example]
     num_classes: int
     size: int
     batch_size: int
+    rows: np.ndarray
 
     def __len__(self) -> int:
         return -(-len(self.source) // self.batch_size)
 
     def __getitem__(self, index: int) -> EvalBatch:
-        first = int(index) * self.batch_size
-        rows = np.arange(first, min(first + self.batch_size, len(self.source)))
-        read = [self.source[row] for row in rows.tolist()]
-        images = np.stack([eval_crop(to_pil(example["image"]), self.size) for example in read])
+        chosen = int(index) * self.batch_size + self.rows
+        chosen = chosen[chosen < len(self.source)]  # ascending, so that what lacks is at the end
+        read = [self.source[row] for row in chosen.tolist()]
+        crops = [eval_crop(to_pil(example["image"]), self.size) for example in read]
+        images = np.array(crops, np.uint8).reshape(-1, self.size, self.size, 3)
         labels = np.array([example["label"] for example in read], np.int32)
-        check_labels(labels, self.num_classes, "imagenet2012, test split", rows)
-        return padded(images, labels, self.batch_size)
+        check_labels(labels, self.num_classes, "imagenet2012, test split", chosen)
+        return padded(images, labels, len(self.rows))
 
 
 def in_workers(steps: Any, worker_count: int) -> Iterator[Any]:
@@ -151,10 +154,12 @@ class ImageNet:
         """Whole batches in the training split; ValueError if it has fewer examples than ``batch_size``."""
         return steps_per_epoch(len(self.train), batch_size)
 
-    def batches(self, batch_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, seed: int, start_step: int = 0, rows: np.ndarray | None = None
+    ) -> Iterator[Batch]:
         """Random resized crops, training steps for ever from ``start_step`` on; step k depends on (seed, k) alone.
 
-        Close the iterator (or drop it) to end its workers.
+        Close the iterator (or drop it) to end its workers. With ``rows``, only those of each batch are read.
 
         Yields:
             (images uint8 ``[B, image_size, image_size, 3]``, labels int32 ``[B]``)
@@ -164,11 +169,12 @@ class ImageNet:
                 label out of range.
         """
         check_stream(len(self.train), batch_size, seed, start_step)
-        steps = TrainSteps(self.train, self.num_classes, self.image_size, batch_size, seed, start_step)
+        rows = np.arange(batch_size) if rows is None else rows
+        steps = TrainSteps(self.train, self.num_classes, self.image_size, batch_size, seed, start_step, rows)
         return in_workers(steps, self.worker_count)
 
-    def eval_batches(self, batch_size: int) -> Iterator[EvalBatch]:
-        """Centre crops of the test split once, in order; the last batch is padded.
+    def eval_batches(self, batch_size: int, rows: np.ndarray | None = None) -> Iterator[EvalBatch]:
+        """Centre crops of the test split once, in order; the last batch is padded. With ``rows`` (ascending), only those of each.
 
         Yields:
             (images uint8 ``[B, image_size, image_size, 3]``, labels int32 ``[B]``, valid bool ``[B]``)
@@ -178,7 +184,9 @@ class ImageNet:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 is needed")
-        return in_workers(EvalSteps(self.test, self.num_classes, self.image_size, batch_size), self.worker_count)
+        rows = np.arange(batch_size) if rows is None else rows
+        steps = EvalSteps(self.test, self.num_classes, self.image_size, batch_size, rows)
+        return in_workers(steps, self.worker_count)
 
 
 def load_imagenet(data_dir: Path | None = None, *, image_size: int = 224, worker_count: int | None = None) -> ImageNet:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from experiments.data.dataset import Batch, EvalBatch, pad_rows
+from experiments.data.dataset import Batch, EvalBatch, Rows, every_row, pad_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,12 @@ class Text:
             raise ValueError(f"batch_size={batch_size}: at least 1 is needed")
         return max(1, len(self.train) // (batch_size * self.context))
 
-    def batches(self, batch_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, seed: int, start_step: int = 0, rows: np.ndarray | None = None
+    ) -> Iterator[Batch]:
         """Training steps for ever, from ``start_step`` on: windows at random places of the training split.
+
+        With ``rows``, only those of each batch, which are the same as in the whole batch.
 
         Yields:
             (characters int32 ``[B, T]``, the character after each int32 ``[B, T]``)
@@ -75,17 +79,19 @@ class Text:
         for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0), ("start_step", start_step, 0)):
             if value < least:
                 raise ValueError(f"{name}={value}: at least {least} is needed")
-        return self._stream(batch_size, seed, start_step)
+        return self._stream(batch_size, seed, start_step, every_row(rows))
 
-    def _stream(self, batch_size: int, seed: int, step: int) -> Iterator[Batch]:
+    def _stream(self, batch_size: int, seed: int, step: int, rows: Rows) -> Iterator[Batch]:
         while True:
-            starts = np.random.default_rng((seed, step)).integers(len(self.train) - self.context, size=batch_size)
+            starts = np.random.default_rng((seed, step)).integers(len(self.train) - self.context, size=batch_size)[rows]
             windows = self.train[starts[:, None] + np.arange(self.context + 1)]
             yield windows[:, :-1], windows[:, 1:]
             step += 1
 
-    def eval_batches(self, batch_size: int) -> Iterator[EvalBatch]:
+    def eval_batches(self, batch_size: int, rows: np.ndarray | None = None) -> Iterator[EvalBatch]:
         """The test split once, in windows side by side: every character but the first is predicted exactly once.
+
+        With ``rows``, only those of each batch.
 
         Yields:
             (characters int32 ``[B, T]``, the character after each int32 ``[B, T]``, valid bool ``[B, T]``); the end is padded with
@@ -96,10 +102,11 @@ class Text:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 is needed")
-        return (self._cut(start, batch_size) for start in range(0, len(self._test_rows[0]), batch_size))
+        starts = range(0, len(self._test_rows[0]), batch_size)
+        return (self._cut(start, batch_size, every_row(rows)) for start in starts)
 
-    def _cut(self, start: int, batch_size: int) -> EvalBatch:
-        x, y, valid = (pad_rows(array[start : start + batch_size], batch_size) for array in self._test_rows)
+    def _cut(self, start: int, batch_size: int, rows: Rows) -> EvalBatch:
+        x, y, valid = (pad_rows(array[start : start + batch_size], batch_size)[rows] for array in self._test_rows)
         return x, y, valid
 
     @cached_property

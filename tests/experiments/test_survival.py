@@ -14,12 +14,19 @@ import pytest
 from cyclic_jax.executors import EXECUTORS
 
 KILLED = [name for name in ("replicated", "pipeline", "zero") if name in EXECUTORS]
-SIZES = "--model residual_mlp --num-workers 2 --num-stages 2 --batch-per-worker 4 --seeds 1 --devices 2 --lr 0.005".split()
+SIZES = [
+    "--model=residual_mlp",
+    "--num-workers=2",
+    "--num-stages=2",
+    "--batch-per-worker=4",
+    "--devices=2",
+    "--seeds=1",
+]
 
 
 def command(folder: Path, rules: list[str], *more: str) -> list[str]:
     files = ["--out", str(folder / "out"), "--checkpoint-dir", str(folder / "checkpoints")]
-    return [sys.executable, "-m", "experiments.accuracy", *SIZES, "--rules", *rules, *files, *more]
+    return [sys.executable, "-m", "experiments.accuracy", *SIZES, "--lr=0.005", "--rules", *rules, *files, *more]
 
 
 def environment(cache: Path) -> dict[str, str]:
