@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,8 +31,12 @@ class Log:
         self._path, self._writers, self._hidden = folder / "results.jsonl", dict[str, Any](), dict[str, int]()
         self._before = resume and self._path.exists() and bool(self._lines())
         self._file: IO[str] | None = None
-        self._make_writer = lambda name: SummaryWriter(
-            str(folder / "tensorboard" / name), purge_step=self._hidden.get(name)
+        self._make_writer = (
+            lambda name: SummaryWriter(
+                str(folder / "tensorboard" / name),
+                purge_step=self._hidden.get(name),
+                filename_suffix=f".{time.time_ns()}",  # files are read in the order of their names, which count in seconds
+            )
         )
         if self._before:
             self._check(config)

@@ -142,7 +142,7 @@ class Checkpoints:
         try:
             action()
         except Exception as error:  # whatever the storage library raises
-            there = [step for step in self._manager.all_steps(read=True) if (self.folder / str(step)).is_dir()]
+            there = [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
             left = f"the last complete one is of step {max(there)}" if there else "there is no complete one"
             raise OSError(f"a checkpoint could not be written to {self.folder}: {_brief(error)}; {left}") from error
 
@@ -153,7 +153,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such checkpoint.
-            ValueError: if it is damaged.
+            ValueError: if it belongs to another run (names the difference), or is damaged.
         """
         return self._meta(self._step(step))["note"]
 
@@ -173,7 +173,6 @@ class Checkpoints:
         meta = self._meta(step)
         if meta["form"] == CANONICAL:
             return Restored(step, self._executor.init(self.restore_canonical(state, step)), meta["note"])
-        self._check(step, "placement", meta, placement(self._executor))
         struct = self._executor.carry_struct(_structs(state), _structs(batch) if meta["started"] else None)
         return Restored(step, self._read(step, meta, struct), meta["note"])
 
@@ -208,6 +207,8 @@ class Checkpoints:
         sealed = self._reading(step, lambda: self._manager.restore(step, args=args.Composite(meta=args.JsonRestore())))
         meta = self._reading(step, lambda: _unsealed(sealed["meta"]))
         self._check(step, "identity", meta, identity(self._executor, self._more))
+        if meta["form"] == IN_FLIGHT:
+            self._check(step, "placement", meta, placement(self._executor))
         return meta
 
     def _check(self, step: int, part: str, meta: Mapping[str, Any], here: Mapping[str, Any]) -> None:
