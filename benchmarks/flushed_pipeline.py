@@ -154,6 +154,14 @@ class FlushedPipeline:
         updates, state = self.optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
+    @property
+    def schedule(self) -> cj.Schedule:
+        """What it runs: workers are the micro-batches of a step. 1F1B takes the period-3 table of the pipeline executor."""
+        if self.order == "gpipe":
+            return cj.Schedule.gpipe(self.M, self.S)
+        program = cj.Schedule.pipeline(self.S).program
+        return cj.Schedule(self.M, self.S, program, period=3 * (self.M + self.S - 1), offset=3, name="1f1b, period 3")
+
     # ---- the step -------------------------------------------------------------------------------------------
 
     def _lanes(self) -> Lanes:
