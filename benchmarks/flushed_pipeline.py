@@ -52,6 +52,8 @@ class Carry:
 class FlushedPipeline:
     """``step`` takes ``groups * micro_batches`` micro-batches; their order in the batch is free, the gradient is their mean."""
 
+    work: type[OneVersion] = OneVersion
+
     def __init__(
         self,
         model: cj.StagedModel,
@@ -177,7 +179,7 @@ class FlushedPipeline:
         stacked = jax.tree.map(lambda leaf: leaf.reshape(slots, -1, *leaf.shape[1:]), batch)
         zero = jnp.zeros((), jnp.int32)
         # the clock of the step in progress: micro-batches count from 0 in each
-        work = OneVersion(plan, Clock(zero, carry.step, carry.key), jax.lax.axis_index(DATA))
+        work = self.work(plan, Clock(zero, carry.step, carry.key), jax.lax.axis_index(DATA))
         for phases in self._programs():
             blocks = jnp.arange(self.M + self.S - 1, dtype=jnp.int32)
             run = lambda c, b, phases=phases: (self._block(work, phases, *c, b), None)  # noqa: E731
