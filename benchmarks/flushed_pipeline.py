@@ -6,6 +6,7 @@ work.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import cyclic_jax as cj
 from cyclic_jax.executors.clock import Clock
-from cyclic_jax.executors.guard import Memory
+from cyclic_jax.executors.guard import Memory, in_turn
 from cyclic_jax.executors.lanes import Lanes, Turn
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.slots import per_stage
@@ -175,6 +176,7 @@ class FlushedPipeline:
         assert plan is not None
         memory: Memory = jax.tree.map(lambda leaf: leaf[0], carry.memory)
         kept = list(memory)
+        memory = in_turn(memory)
         memory["loss"], memory["loss_step"] = jnp.zeros(self.M), jnp.full(self.M, -1, jnp.int32)
         slots = max(1, self.M // self.S)
         stacked = jax.tree.map(lambda leaf: leaf.reshape(slots, -1, *leaf.shape[1:]), batch)
@@ -183,7 +185,7 @@ class FlushedPipeline:
         work = self.work(plan, Clock(zero, carry.step, carry.key), jax.lax.axis_index(DATA))
         for phases in self._programs():
             blocks = jnp.arange(self.M + self.S - 1, dtype=jnp.int32)
-            run = lambda c, b, phases=phases: (self._block(work, phases, *c, b), None)  # noqa: E731
+            run = partial(self._block, work, phases)
             (memory, stacked), _ = jax.lax.scan(run, (memory, stacked), blocks)
         new = jax.tree.map(lambda leaf: leaf[None], {name: memory[name] for name in kept})
         return Carry(carry.step + 1, carry.key, new), memory["loss"][None]
@@ -198,7 +200,10 @@ class FlushedPipeline:
         backward = [Turn(Op(BACKWARD, j), S - 1 - j) for j in range(S)], [(j + 1, j) for j in range(S - 1)]
         return [[forward], [backward]]
 
-    def _block(self, work: StageWork, phases: Phases, memory: Memory, stacked: Any, b: jax.Array) -> tuple[Memory, Any]:
+    def _block(
+        self, work: StageWork, phases: Phases, carry: tuple[Memory, Any], b: jax.Array
+    ) -> tuple[tuple[Memory, Any], None]:
+        memory, stacked = dict(carry[0]), carry[1]
         device, place = jax.lax.axis_index(CYCLIC), jnp.minimum(b // self.S, max(1, self.M // self.S) - 1)
         memory["inputs"] = jax.tree.map(lambda leaf: leaf[place], stacked)
         for turns, pairs in phases:
@@ -214,4 +219,4 @@ class FlushedPipeline:
             down = [(k + 1, k) for k in range(self.S - 1)]
             moved = jax.lax.ppermute(inputs, CYCLIC, down)
             stacked = jax.tree.map(lambda leaf, new: leaf.at[place].set(new), stacked, moved)
-        return memory, stacked
+        return (memory, stacked), None

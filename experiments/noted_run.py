@@ -99,12 +99,14 @@ class NotedModelParallel(_NotedOneStage, ModelParallelExecutor):
 class NotedCopies(FlushedPipeline):
     """Forwards, then backwards: a step takes 3(M + S − 1) ticks."""
 
-    def _block(self, work: StageWork, phases: Phases, memory: Memory, stacked: Any, b: jax.Array) -> tuple[Memory, Any]:
+    def _block(
+        self, work: StageWork, phases: Phases, carry: tuple[Memory, Any], b: jax.Array
+    ) -> tuple[tuple[Memory, Any], None]:
         assert isinstance(work, NotedVersion)
         sweep, ((turns, _),) = self.M + self.S - 1, phases
         place = b if turns[0].op.kind == FORWARD else sweep + 2 * b
         work.tick = work.clock.first_step * 3 * sweep + place
-        return super()._block(work, phases, memory, stacked, b)
+        return super()._block(work, phases, carry, b)
 
 
 def make(way: str, num_workers: int) -> Any:

@@ -20,6 +20,7 @@ from cyclic_jax.executors.guard import Memory, when
 from cyclic_jax.executors.lanes import Pairs, receiver
 from cyclic_jax.executors.mesh import CYCLIC, DATA, ring_mesh
 from cyclic_jax.executors.one_stage import DEVICES, OneStage
+from cyclic_jax.executors.route import routed
 from cyclic_jax.executors.stage_work import StageWork
 from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import BACKWARD, FORWARD, Op, Schedule
@@ -82,8 +83,7 @@ class ModelParallelExecutor(OneStage):
 
     def _routed(self, payload: PyTree, b: jax.Array, route: Callable[[int], Pairs]) -> PyTree:
         """``payload`` along the pairs of block b, which repeat after ``repeats`` blocks."""
-        branches = [partial(_permute, route(k)) for k in range(self.repeats)]
-        return jax.lax.switch(b % self.repeats, branches, payload)
+        return routed([route(k) for k in range(self.repeats)], b % self.repeats, payload)
 
     def _at(self, j: int, m: int) -> int:
         return int(self.first[j]) + m % self.replicas[j]
@@ -133,7 +133,3 @@ class ModelParallelExecutor(OneStage):
 
     def _store_statistics(self, j: int, sent: PyTree, worker: jax.Array, memory: Memory) -> Memory:
         return {**memory, "state": self.states.write(j, memory["state"], sent, worker)}
-
-
-def _permute(pairs: Pairs, payload: PyTree) -> PyTree:
-    return jax.lax.ppermute(payload, CYCLIC, pairs) if pairs else payload

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.executors.base import Batch, Loss
 from cyclic_jax.executors.clock import Clock
-from cyclic_jax.executors.guard import Memory
+from cyclic_jax.executors.guard import Memory, in_turn
 from cyclic_jax.executors.lanes import Lanes
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.slots import Slots, Vectors, per_stage
@@ -178,6 +178,7 @@ class OneStage(Staggered):
     def _run(self, carry: StaggeredCarry, batch: Batch | None) -> Memory:
         memory: Memory = jax.tree.map(lambda leaf: leaf[0], {**carry.held, **(carry.flight or {})})
         N, loss = self.rule.num_workers, self.ops[-1].output_struct
+        memory = in_turn(memory)
         memory["loss"], memory["loss_step"] = jnp.zeros(N, loss.dtype), jnp.full(N, -1, jnp.int32)
         memory["inputs"] = self._nothing() if batch is None else batch
         work = self.work(self._plan(), Clock(carry.calls, carry.first_step, carry.key), jax.lax.axis_index(DATA))

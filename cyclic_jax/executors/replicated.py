@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cyclic_jax.executors.base import Batch, Loss, check_rule
 from cyclic_jax.executors.clock import Clock
-from cyclic_jax.executors.guard import Memory
+from cyclic_jax.executors.guard import Memory, in_turn
 from cyclic_jax.executors.mesh import CYCLIC, DATA, ring_mesh
 from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.executors.replicated_period import Period, Plan
@@ -144,6 +144,7 @@ class ReplicatedExecutor(Staggered):
     def _run(self, carry: StaggeredCarry, batch: Batch | None) -> Memory:
         """One period on one device: N blocks. Without a batch it drains."""
         memory: Memory = jax.tree.map(lambda leaf: leaf[0], {**carry.held, **(carry.flight or {})})
+        memory = in_turn(memory)
         memory["loss_step"] = jnp.full((), -1, jnp.int32)
         if batch is None:
             memory |= {f"final{j}": jax.tree.map(jnp.zeros_like, memory[f"params{j}"]) for j in range(len(self.ops))}

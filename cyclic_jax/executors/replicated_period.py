@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from cyclic_jax.executors.guard import Memory, when
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.executors.ring import HandOff, Ring
+from cyclic_jax.executors.route import permute, routed
 from cyclic_jax.executors.stage_op import StageOp
 from cyclic_jax.executors.worker_ops import WorkerOps
 from cyclic_jax.schedule import FORWARD
@@ -170,15 +170,11 @@ class Period:
         if not any(pairs):
             return memory
         with jax.named_scope("send/gradient"):
-            return {**memory, box: jax.lax.switch(b, [partial(_permute, some) for some in pairs], memory[box])}
+            return {**memory, box: routed(pairs, b, memory[box])}
 
     def hand_off(self, memory: Memory, beat: int, hand_off: HandOff, b: jax.Array) -> Memory:
         """Worker N−1's finished sum, which may be needed in the very next tick, goes to its first user."""
         pair = ((self.N - 1, hand_off.receiver),) if hand_off.receiver != self.N - 1 else ()
         box, handed = f"box{beat}", f"handed{hand_off.box}"
         with jax.named_scope(f"send/finished{hand_off.stage}"):
-            return when(b == hand_off.block, lambda m: {**m, handed: _permute(pair, m[box])}, memory, [handed])
-
-
-def _permute(pairs: Any, payload: PyTree) -> PyTree:
-    return jax.lax.ppermute(payload, CYCLIC, pairs) if pairs else payload
+            return when(b == hand_off.block, lambda m: {**m, handed: permute(pair, m[box])}, memory, [handed])

@@ -5,7 +5,7 @@ parameters, optimizer state, statistics and residuals lie in one vector for each
 would change their numbers), as long as the largest stage needs, one slot after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -74,11 +74,21 @@ class Slots:
 
     def write(self, j: int, vectors: Vectors, tree: PyTree, slot: jax.Array | int = 0) -> Vectors:
         """``vectors`` with a tree of stage j in a slot."""
-        leaves = jax.tree.leaves(tree)
-        vectors = dict(vectors)
-        for leaf, (name, at, raw) in zip(leaves, self._places(j, slot), strict=True):
-            entries = _raw(leaf).astype(raw.dtype).ravel()
-            vectors[name] = jax.lax.dynamic_update_slice(vectors[name], entries, (at,))
+        return self.change(j, vectors, lambda _, leaf: _raw(leaf), tree, slot)
+
+    def change(
+        self,
+        j: int,
+        vectors: Vectors,
+        change: Callable[[jax.Array, jax.Array], jax.Array],
+        tree: PyTree,
+        slot: jax.Array | int = 0,
+    ) -> Vectors:
+        """``vectors`` with ``change(old, leaf)`` in the place of each old leaf, one after the other and in place."""
+        for leaf, (name, at, raw) in zip(jax.tree.leaves(tree), self._places(j, slot), strict=True):
+            old = _slice(vectors[name], at, prod(raw.shape)).reshape(raw.shape)
+            entries = change(old, leaf).astype(raw.dtype).ravel()
+            vectors = {**vectors, name: jax.lax.dynamic_update_slice(vectors[name], entries, (at,))}
         return vectors
 
     def _places(self, j: int, slot: jax.Array | int) -> list[tuple[str, Any, Any]]:

@@ -113,9 +113,8 @@ class StageWork:
             cotangent = jnp.ones_like(memory["loss"][0]) if op.loss else self.arrived_cotangent(memory, j)
             gradient, cotangent = op.backward(self.seen(memory, j, t, i), residuals, cotangent)
             # never by multiplying: what the first worker finds in the sum may be anything
-            before = plan.gradients.read(j, memory["gradient"])
-            total = jax.tree.map(lambda b, g: jnp.where(i == 0, 0, b) + g, before, gradient)
-            memory = {**memory, "gradient": plan.gradients.write(j, memory["gradient"], total)}
+            add = lambda before, g: jnp.where(i == 0, 0, before) + g  # noqa: E731
+            memory = {**memory, "gradient": plan.gradients.change(j, memory["gradient"], add, gradient)}
             if j:
                 memory["out"] = plan.messages.write(plan.last + j - 1, memory["out"], cotangent)
             return self.finish(memory, j, t, i)

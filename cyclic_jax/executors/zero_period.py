@@ -106,7 +106,8 @@ class Period:
             if self.plan.groups == 1:
                 return memory
             # only the groups' workers N−1 take part: the predicate is the same for all of them
-            return when(last, lambda m: {**m, box: jax.lax.pmean(m[box], DATA)}, memory, [box])
+            with jax.named_scope("mean/data"):
+                return when(last, lambda m: {**m, box: jax.lax.pmean(m[box], DATA)}, memory, [box])
 
         return when(self.begun(mine, t), body, memory, [box, *self.ops.backward_changes(j)])
 
@@ -138,7 +139,8 @@ class Period:
         rank = self.streams.ranks[j]
         master, optimizer, handed = f"master{rank}", f"optimizer{rank}", memory[f"handed{self.ring.boxes[j]}"]
         kept = {f"previous{rank}": memory[master]} if self.draining else {}
-        new, state = self.plan.shares[rank].update(j, handed, memory[master], memory[optimizer])
+        with jax.named_scope(f"update{j}"):
+            new, state = self.plan.shares[rank].update(j, handed, memory[master], memory[optimizer])
         return {**memory, **kept, master: new, optimizer: state}
 
     def swap(self, memory: Memory, j: int, beat: int) -> Memory:
@@ -158,11 +160,13 @@ class Period:
         blocks, block, first = range(self.N), b % self.N, b + 1 < self.N
         sums = [self.streams.sums(beat, k) for k in blocks]
         if any(sums):
-            memory = {**memory, f"sum{beat}": routed(sums, block, memory[f"sum{beat}"])}
+            with jax.named_scope("send/gradient"):
+                memory = {**memory, f"sum{beat}": routed(sums, block, memory[f"sum{beat}"])}
         box, hops = f"stream{beat}", [self.streams.from_owner(beat, k) for k in blocks]
-        memory, hop = self.from_owner(memory, hops, block)
         riding = [self.streams.riding(beat, k, first) for first in (False, True) for k in blocks]
-        memory = {**memory, box: routed(riding, block + self.N * first, memory[box])}
+        with jax.named_scope("send/parameters"):
+            memory, hop = self.from_owner(memory, hops, block)
+            memory = {**memory, box: routed(riding, block + self.N * first, memory[box])}
         if hop is None:
             return memory
         due = jnp.asarray([stage is not None for stage in hops])[block] & (self.i == 0) & ~first
@@ -189,4 +193,5 @@ class Period:
         pair = [(self.N - 1, hand_off.receiver)] if hand_off.receiver != self.N - 1 else []
         box, handed = f"sum{beat}", f"handed{hand_off.box}"
         now = b % self.N == hand_off.block
-        return when(now, lambda m: {**m, handed: permute(pair, m[box])}, memory, [handed])
+        with jax.named_scope(f"send/finished{hand_off.stage}"):
+            return when(now, lambda m: {**m, handed: permute(pair, m[box])}, memory, [handed])
