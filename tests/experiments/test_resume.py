@@ -421,3 +421,14 @@ def test_evaluation_while_training_goes_on(alone, tmp_path, capsys):
     assert first["accuracy"] == pytest.approx(short.test_accuracy)
     assert abs(second["loss"] / short.test_loss - 1) > 1e-3
     assert "2 evaluations during training, best" in capsys.readouterr().err
+
+
+# ---- profiling ----------------------------------------------------------------------------------------------
+
+
+def test_a_trace_names_what_runs(alone, tmp_path):
+    run_all(study(tmp_path, checkpoint_dir=None, profile=tmp_path / "trace"))
+    assert losses(tmp_path) == losses(alone)
+    (trace,) = (tmp_path / "trace/cdp-v2-seed0").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    assert all(name in content for name in (b"/F2/", b"/B1/", b"/update0/", b"/send/gradient/"))
