@@ -32,8 +32,8 @@ class Options:
     """N: micro-batches of a step."""
     num_stages: int = 4
     """S: stages of the model."""
-    partition: Literal["flops", "params", "layers", "activations"] = "flops"
-    """What the stages are balanced by."""
+    partition: Literal["flops", "params", "layers", "activations", "pipeline_memory"] = "flops"
+    """What the stages are balanced by; pipeline_memory evens out what the devices of the pipeline executor hold."""
     executor: str = "synchronous"
     """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""
     devices: int | None = None

@@ -3,7 +3,8 @@
 ``python -m experiments.launch --processes 2 --devices-per-process 2 -- accuracy --rules cdp-v2`` runs
 ``python -m experiments.accuracy --rules cdp-v2`` twice; each process simulates two CPU devices, and they talk over the loopback
 interface. Process 0 prints as it would alone, lines of the others begin with their number. When one process ends with an error, the
-others have ``--grace`` seconds to end too and are then killed; the exit code is that of the first one that failed.
+others have ``--grace`` seconds to end too and are then killed; so they have after a SIGTERM, which goes on to all of them. The exit
+code is that of the first one that failed.
 """
 
 import signal
@@ -31,7 +32,7 @@ class Config:
     devices_per_process: int = 2
     """Simulated CPU devices of each."""
     grace: float = 10.0
-    """Seconds that the others have to end, once one has failed."""
+    """Seconds that the processes have to end, once one has failed or SIGTERM has come."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,61 +75,91 @@ def free_port() -> int:
 
 
 def run(commands: Sequence[Sequence[str]], grace: float) -> int:
-    """Run all commands at once until all have ended, SIGTERM going to each of them.
+    """Run all commands at once until all have ended.
 
     Args:
         commands: process 0 prints as it would alone, the others behind their number.
-        grace: seconds from the first failure to the killing of those that still run.
+        grace: seconds from the first failure, or from a SIGTERM, which each of them gets, to the killing of those that still run.
 
     Returns:
         0, or the exit code of the first that failed (128 + signal where a signal ended it).
     """
-    children = [_start(k, command) for k, command in enumerate(commands)]
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for child in children:
-            child.send_signal(number)
-
-    before = signal.signal(signal.SIGTERM, forward)
+    together = Together(commands, grace)
+    before = signal.signal(signal.SIGTERM, together.terminate)
     try:
-        return _wait(children, grace)
+        return together.wait()
     finally:
         signal.signal(signal.SIGTERM, before)
-        for child in children:  # also when a KeyboardInterrupt ends the waiting
+        together.kill()  # also when a KeyboardInterrupt ends the waiting
+
+
+class Together:
+    """Processes that end together: see :func:`run`."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], grace: float):
+        self._grace, self._deadline = grace, float("inf")
+        self._children = [_start(k, command) for k, command in enumerate(commands)]
+        self._copies = [_copying(k, child) for k, child in enumerate(self._children) if child.stdout]
+
+    def wait(self) -> int:
+        """Until all have ended, or the time is up. The exit code of the first that failed."""
+        first = 0
+        while None in (codes := [child.poll() for child in self._children]) and time.monotonic() < self._deadline:
+            first = first or self._failed(codes)
+            time.sleep(POLL)
+        self.kill()
+        return first or self._failed([child.poll() for child in self._children])
+
+    def _failed(self, codes: Sequence[int | None]) -> int:
+        """The exit code of one that has failed, or 0; from then on the others have to hurry."""
+        for k, number in enumerate(codes):
+            if number:
+                code = number if number > 0 else 128 - number
+                print(
+                    f"process {k} ended with code {code}; the others end within {self._grace:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._hurry()
+                return code
+        return 0
+
+    def _hurry(self) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + self._grace)
+
+    def terminate(self, number: int, frame: FrameType | None) -> None:
+        """A handler of SIGTERM: it goes on to all, which may end by themselves."""
+        self._hurry()
+        for child in self._children:
+            child.send_signal(number)
+
+    def kill(self) -> None:
+        """What still runs."""
+        for child in self._children:
             child.kill()
             child.wait()
+        for copy in self._copies:
+            copy.join(timeout=self._grace)
 
 
 def _start(k: int, command: Sequence[str]) -> subprocess.Popen[str]:
     if k == 0:
         return subprocess.Popen(command, text=True)
-    child = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-    threading.Thread(target=_copy, args=(k, child), daemon=True).start()
-    return child
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+
+
+def _copying(k: int, child: "subprocess.Popen[str]") -> threading.Thread:
+    thread = threading.Thread(target=_copy, args=(k, child), daemon=True)
+    thread.start()
+    return thread
 
 
 def _copy(k: int, child: "subprocess.Popen[str]") -> None:
     assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("[Gloo] Rank"):  # what the transport says of every connection
-            continue
-        print(f"[process {k}] {line.rstrip()}", file=sys.stderr, flush=True)
-
-
-def _wait(children: Sequence["subprocess.Popen[str]"], grace: float) -> int:
-    """The exit code of the first that fails; after that, not longer than ``grace`` seconds."""
-    code, deadline = 0, float("inf")
-    while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
-        failed = [(k, number) for k, number in enumerate(codes) if number]
-        if failed and code == 0:
-            k, number = failed[0]
-            code, deadline = (number if number > 0 else 128 - number), time.monotonic() + grace
-            print(f"process {k} ended with code {code}; the others end within {grace:g} s", file=sys.stderr, flush=True)
-        if None not in codes:
-            return code
-        time.sleep(POLL)
-    return code
+    with child.stdout as lines:
+        for line in lines:
+            if not line.startswith("[Gloo] Rank"):  # what the transport says of every connection
+                print(f"[process {k}] {line.rstrip()}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

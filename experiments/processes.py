@@ -7,12 +7,17 @@ starts several on one machine, for trying it out.
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+LAST_WORDS = (
+    1.0  # seconds: when process 0 ends, jax ends the others at once, and they may have the same error to report
+)
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,11 @@ def total(values: np.ndarray) -> np.ndarray:
 
 
 def stop(message: str) -> NoReturn:
-    """End this process with an error, and do not wait for the others: they may be waiting for this one."""
+    """End this process with an error, and do not wait for the others, as jax would: they may be waiting for this one."""
     if not jax.distributed.is_initialized():
         sys.exit(message)
     print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
+    if first():
+        time.sleep(LAST_WORDS)
     sys.stdout.flush()
     os._exit(1)

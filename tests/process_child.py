@@ -27,13 +27,13 @@ def cases() -> dict[str, tuple[str, int, Mesh | None]]:
     """Executor, N and mesh. Of eight devices the first four are process 0's; rings cross from one process to the other."""
     crossing = mesh((0, 4, 1, 5), (6, 2, 7, 3))
     return {
-        "synchronous": ("synchronous", 8, None),
+        "synchronous": ("synchronous", 4, crossing),
         "replicated": ("replicated", 4, crossing),
         "zero": ("zero", 4, crossing),
         "pipeline": ("pipeline", 4, crossing),
         "model parallel": ("model_parallel", 3, mesh((0, 1, 2, 4, 5, 6))),
         "moved": ("synchronous", 3, mesh((7, 0, 4))),  # goes on from what the six devices hold
-        "wrong rows": ("synchronous", 8, None),
+        "wrong rows": ("synchronous", 4, crossing),
     }
 
 
@@ -82,7 +82,9 @@ def refusals() -> dict[str, str]:
         "unknown rows": lambda: parallel.step(carry, own),
         "wrong rows": lambda: cj.global_batch(parallel, tuple(leaf[:1] for leaf in batch), rows=6),
         "odd rows": lambda: cj.global_batch(parallel, own, rows=7),
-        "odd own rows": lambda: make("synchronous", 8, None).step(None, problems.batch(0, 5, rows=1)),
+        "odd own rows": lambda: make("synchronous", 4, mesh((0, 4, 1, 5), (6, 2, 7, 3))).step(
+            None, problems.batch(0, 5, rows=1)
+        ),
     }
     found = {}
     for name, attempt in tries.items():

@@ -24,8 +24,8 @@ CASES |= dict.fromkeys(("synchronous", "moved"), TOLERANCE)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
-    """The folder of what two processes saw."""
+def both(tmp_path_factory) -> tuple[Path, dict[str, list[np.ndarray]]]:
+    """The folder of what two processes saw, and what this one sees alone, at the same time."""
     folder = tmp_path_factory.mktemp("processes")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -36,35 +36,32 @@ def written(tmp_path_factory) -> Path:
         subprocess.Popen([*command, str(k), "2", str(port), str(folder)], cwd=ROOT, env=environment) for k in (0, 1)
     ]
     try:
+        alone = dict(process_child.everything())
         assert [child.wait(timeout=300) for child in children] == [0, 0]
     finally:
         for child in children:
             child.kill()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[np.ndarray]]:
-    """The same by this process alone."""
-    return dict(process_child.everything())
+    return folder, alone
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_equal_one(case, written, alone):
+def test_two_processes_equal_one(case, both):
+    written, alone = both
     for process in (0, 1):
         with np.load(written / f"{case}-{process}.npz") as found:
             assert problems.distance(list(found.values()), alone[case]) <= CASES[case]
 
 
-def test_other_rows_are_seen(written, alone):
+def test_other_rows_are_seen(both):
     """Each process feeding the next worker's rows is what this test would notice."""
+    written, alone = both
     with np.load(written / "wrong rows-0.npz") as found:
         assert problems.distance(list(found.values()), alone["wrong rows"]) <= TOLERANCE
         assert problems.distance(list(found.values()), alone["synchronous"]) > 1e-3
 
 
-def test_refused_alike_by_all(written):
-    first, second = (json.loads((written / f"refusals-{k}.json").read_text()) for k in (0, 1))
+def test_refused_alike_by_all(both):
+    first, second = (json.loads((both[0] / f"refusals-{k}.json").read_text()) for k in (0, 1))
     assert first.keys() == second.keys()
     for name in ("idle", "idle one", "idle mesh", "unknown rows", "odd rows", "odd own rows"):
         assert first[name] == second[name]
