@@ -4,9 +4,9 @@ The compiled step names its parts: ``F2`` and ``B1`` are the forward of stage 2 
 ``send/…`` a message. In the synchronous executor a backward is called ``transpose(jvp(F1))``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -26,23 +26,22 @@ class Profile:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around the call of a training step."""
+    def step(self, number: int, step: Callable[..., Any], *arguments: Any) -> Any:
+        """``step(*arguments)``, traced if its turn has come; ``number`` is what the trace calls it."""
         if self._folder is None:
-            yield
-            return
+            return step(*arguments)
         if self._seen == self._first:
             jax.profiler.start_trace(str(self._folder))
             self._on = True
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
-            yield
+            result = step(*arguments)
         self._seen += 1
         if self._seen == self._first + STEPS:
+            jax.block_until_ready(result)  # the last steps may still be running
             self._stop()
+        return result
 
     def _stop(self) -> None:
         if self._on:
-            jax.effects_barrier()
             jax.profiler.stop_trace()
             self._on = False

@@ -158,8 +158,7 @@ def train(
         with Profile(config.profile and config.profile / run.name, study.total_steps - start) as profile:
             stream = islice(chain([first], batches), study.total_steps - start)
             for begun, batch in enumerate(stream, start + 1):
-                with profile.step(begun):
-                    carry, metrics = executor.step(carry, batch)
+                carry, metrics = profile.step(begun, executor.step, carry, batch)
                 losses.add(metrics)
                 if config.eval_every and begun % config.eval_every == 0:
                     with clock.stopped():

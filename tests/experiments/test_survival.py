@@ -103,3 +103,27 @@ def test_killed_once_in_each_executor(tmp_path):
 def test_killed_ten_times(executor, tmp_path):
     hit = survive(tmp_path, [executor], kills=10, steps=400, seed=0)
     print(f"{executor}: {hit} of 10 kills hit a checkpoint that was being written")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_two_processes(number, tmp_path):
+    """SIGTERM to the launcher: all save after the same step and end with 75. SIGKILL to one process: the others end too."""
+    rules, cache = ["cdp-v2@replicated"], tmp_path / "cache"
+    launch = ["-m", "experiments.launch", "--processes=3", "--devices-per-process=1", "--"]
+
+    def together(folder: Path, *more: str) -> list[str]:
+        python, _, _, *options = command(folder, rules, "--steps=60", "--save-every=3", *more)
+        return [python, *launch, "accuracy", *(option for option in options if option != "--devices=3")]
+
+    run(together(tmp_path / "alone"), cache)
+    child = subprocess.Popen(together(tmp_path / "told"), env=environment(cache))
+    end = time.monotonic() + 300
+    while not list((tmp_path / "told").glob("checkpoints/*/6")) and time.monotonic() < end:
+        time.sleep(0.01)
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(child.pid if number == signal.SIGTERM else int(children[1]), number)
+    code = child.wait(timeout=120)
+    assert code == 75 if number == signal.SIGTERM else code not in (0, 75)
+    run(together(tmp_path / "told", "--resume"), cache)
+    assert numbers(tmp_path / "told") == numbers(tmp_path / "alone")
