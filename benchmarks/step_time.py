@@ -8,7 +8,8 @@ the micro-batches, so all times are those of one micro-batch of B rows: the step
 on N² devices. The makespan is what the table promises for one micro-batch if all meet at each tick and B = 2F: 3.0 is the ideal.
 
 With more simulated devices than cores the wall time is total work; pinned to one core (``taskset -c 0``) it is exactly that, and
-cannot see waiting. With two workers, two cores and ``--one-thread`` (no threads inside an op) it can.
+cannot see waiting. With two workers, two cores and ``--one-thread`` (no threads inside an op) it can. The CPU time is total work in
+either case, and other programs on the machine disturb it less.
 """
 
 import dataclasses
@@ -59,15 +60,15 @@ def main(config: Config) -> None:
         runs = {name: Timed(contender(name, config)) for name in config.executors}
     except ValueError as error:
         sys.exit(f"error: {error}")
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(config.repeats):
         for name, run in runs.items():
             times[name].append(run.measure(config.steps))
     print(table(config, runs, times))
 
 
-def table(config: Config, runs: "dict[str, Timed]", times: dict[str, list[float]]) -> str:
-    """Markdown; times are those of one micro-batch, memory that of one device."""
+def table(config: Config, runs: "dict[str, Timed]", times: dict[str, list[tuple[float, float]]]) -> str:
+    """Markdown; times (wall, CPU) are those of one micro-batch, memory that of one device."""
     head = [
         "executor",
         "devices",
@@ -77,7 +78,7 @@ def table(config: Config, runs: "dict[str, Timed]", times: dict[str, list[float]
         "makespan (F)",
     ]
     head += ["micro-batches a step", "compile s", "argument MB", "temp MB"]
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    medians = {name: statistics.median(wall for wall, _ in found) for name, found in times.items()}
     lines, base = [head, ["---"] * len(head)], medians[config.executors[0]]
     for name, run in runs.items():
         cells = [name, str(num_devices(name, config.num_workers)), f"{1e3 * medians[name]:.1f}"]
@@ -109,15 +110,16 @@ class Timed:
         self.carry, _ = one.executor.step(carry, self.batch)
         self.measure(2)
 
-    def measure(self, steps: int) -> float:
-        """Seconds per micro-batch."""
+    def measure(self, steps: int) -> tuple[float, float]:
+        """Seconds per micro-batch: on the clock, and of all cores together."""
         import jax
 
-        begin = time.perf_counter()
+        begin, work = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.carry, metrics = self.executor.step(self.carry, self.batch)
         jax.block_until_ready((self.carry, metrics))
-        return (time.perf_counter() - begin) / (steps * self.micro_batches)
+        wall, work = time.perf_counter() - begin, time.process_time() - work
+        return wall / (steps * self.micro_batches), work / (steps * self.micro_batches)
 
 
 if __name__ == "__main__":

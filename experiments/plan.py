@@ -133,6 +133,8 @@ def verdict(found: Sequence[Choice], machine: Machine) -> str:
     lines = [
         f"Best: {first.name}{_where(first)}, {1e3 * seconds(first, machine):.1f} ms, {_gib(first)} on each device."
     ]
+    if first.timing and first.timing.micro_batches > first.devices:
+        lines.append(f"Its steps are larger: {first.timing.micro_batches} micro-batches each.")
     faster = [c for c in found if c.timing and not c.fits and seconds(c, machine) < seconds(first, machine)]
     lines += [f"{c.name} would be faster but {c.reason}." for c in faster]
     rest = sorted((c for c in found if c.fits and c is not first), key=lambda c: seconds(c, machine))
