@@ -44,6 +44,7 @@ def test_the_table_of_step_times(capsys):
     ).splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     assert cells[0][2] == "ms per micro-batch of 4 rows"
+    assert {len(row) for row in cells} == {11}
     assert [row[:8] for row in cells[2:]] == [
         ["gpipe 4N", "2", "2.0", "1.0", "4.0", "1.00", "3.38", "8"],
         ["v2 model_parallel", "3", "2.0", "1.0", "4.0", "1.00", "3.00", "2"],
