@@ -39,13 +39,16 @@ def test_the_table_of_step_times(capsys):
         steps=1,
     )
     runs = {name: step_time.Timed(contender(name, config)) for name in config.executors}
-    lines = step_time.table(config, runs, dict.fromkeys(runs, 0.002)).splitlines()
+    lines = step_time.table(
+        config, runs, {name: [(0.002, 0.004), (0.003, 0.005), (0.001, 0.004)] for name in runs}
+    ).splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     assert cells[0][2] == "ms per micro-batch of 4 rows"
-    assert [row[:6] for row in cells[2:]] == [
-        ["gpipe 4N", "2", "2.0", "1.00", "3.38", "8"],
-        ["v2 model_parallel", "3", "2.0", "1.00", "3.00", "2"],
-        ["dp-mp", "4", "2.0", "1.00", "3.00", "2"],
+    assert {len(row) for row in cells} == {11}
+    assert [row[:8] for row in cells[2:]] == [
+        ["gpipe 4N", "2", "2.0", "1.0", "4.0", "1.00", "3.38", "8"],
+        ["v2 model_parallel", "3", "2.0", "1.0", "4.0", "1.00", "3.00", "2"],
+        ["dp-mp", "4", "2.0", "1.0", "4.0", "1.00", "3.00", "2"],
     ]
 
 

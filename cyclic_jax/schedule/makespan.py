@@ -11,7 +11,7 @@ of the slowest cycle of such waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -46,8 +46,8 @@ def ideal(schedule: Schedule, forward: Costs, backward: Costs, moving: Moving) -
 
 
 def _times(schedule: Schedule, forward: Costs, backward: Costs, moving: Moving) -> dict[Op, float]:
-    if moving not in ("gradients", "activations"):
-        raise ValueError(f"moving={moving!r}: expected 'gradients' or 'activations'")
+    if moving not in get_args(Moving):
+        raise ValueError(f"moving={moving!r}: expected one of {', '.join(get_args(Moving))}")
     S = schedule.num_stages
     cost = {FORWARD: _per_stage("forward", forward, S), BACKWARD: _per_stage("backward", backward, S)}
     return {op: float(cost[op.kind][op.stage]) for op in schedule.slots}

@@ -196,7 +196,7 @@ class Schedule:
         backward: Costs,
         overlap: bool = False,
         transfer: float = 0.0,
-        moving: Literal["gradients", "activations"] = "gradients",
+        moving: Literal["gradients", "states", "activations"] = "gradients",
     ) -> float:
         """Time of one training step in the steady state. See :mod:`cyclic_jax.schedule.makespan`.
 
@@ -220,7 +220,7 @@ class Schedule:
         return makespan.makespan(self, forward, backward, overlap, transfer, moving)
 
     def ideal(
-        self, forward: Costs, backward: Costs, moving: Literal["gradients", "activations"] = "gradients"
+        self, forward: Costs, backward: Costs, moving: Literal["gradients", "states", "activations"] = "gradients"
     ) -> float:
         """The least time that any order of the ops could take: the work of one worker, or of the busiest stage's device.
 

@@ -161,5 +161,5 @@ def test_refused():
         Schedule.cyclic(3).makespan(float("inf"), 2)
     with pytest.raises(ValueError, match="transfer=-1"):
         Schedule.cyclic(3).makespan(1, 2, transfer=-1)
-    with pytest.raises(ValueError, match="moving='states'"):
-        Schedule.cyclic(3).makespan(1, 2, moving="states")
+    with pytest.raises(ValueError, match="moving='words'"):
+        Schedule.cyclic(3).makespan(1, 2, moving="words")
