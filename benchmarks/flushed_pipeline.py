@@ -53,6 +53,8 @@ class Carry:
 class FlushedPipeline:
     """``step`` takes ``groups * micro_batches`` micro-batches; their order in the batch is free, the gradient is their mean."""
 
+    work: type[OneVersion] = OneVersion
+
     def __init__(
         self,
         model: cj.StagedModel,
@@ -155,6 +157,14 @@ class FlushedPipeline:
         updates, state = self.optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
+    @property
+    def schedule(self) -> cj.Schedule:
+        """What it runs: workers are the micro-batches of a step. 1F1B takes the period-3 table of the pipeline executor."""
+        if self.order == "gpipe":
+            return cj.Schedule.gpipe(self.M, self.S)
+        program = cj.Schedule.pipeline(self.S).program
+        return cj.Schedule(self.M, self.S, program, period=3 * (self.M + self.S - 1), offset=3, name="1f1b, period 3")
+
     # ---- the step -------------------------------------------------------------------------------------------
 
     def _lanes(self) -> Lanes:
@@ -170,7 +180,7 @@ class FlushedPipeline:
         stacked = jax.tree.map(lambda leaf: leaf.reshape(slots, -1, *leaf.shape[1:]), batch)
         zero = jnp.zeros((), jnp.int32)
         # the clock of the step in progress: micro-batches count from 0 in each
-        work = OneVersion(plan, Clock(zero, carry.step, carry.key), jax.lax.axis_index(DATA))
+        work = self.work(plan, Clock(zero, carry.step, carry.key), jax.lax.axis_index(DATA))
         for phases in self._programs():
             blocks = jnp.arange(self.M + self.S - 1, dtype=jnp.int32)
             run = lambda c, b, phases=phases: (self._block(work, phases, *c, b), None)  # noqa: E731

@@ -7,7 +7,7 @@ from cyclic_jax.costs import layer_costs
 from cyclic_jax.stages.layer import Layer, PyTree
 from cyclic_jax.stages.staged import Stage, StagedModel, Struct, check_layers
 
-STRATEGIES = ("flops", "params", "layers", "activations")
+STRATEGIES = ("flops", "params", "layers", "activations", "pipeline_memory")
 
 
 def partition(
@@ -25,7 +25,8 @@ def partition(
         num_stages: S.
         example: an input of one micro-batch (arrays or ``jax.ShapeDtypeStruct``), leading axis B.
         by: what to balance: ``"flops"`` of a forward pass, ``"params"``, the number of ``"layers"``, or ``"activations"``: the
-            bytes that each layer keeps from its forward to its backward.
+            bytes that each layer keeps from its forward to its backward; ``"pipeline_memory"``: (S − j) times the activation bytes
+            of stage j, which is what its device holds in the pipeline executor, where all devices allocate the largest.
         boundaries: the layers ``[start, stop)`` of each stage, instead of balancing.
 
     Returns:
@@ -53,7 +54,7 @@ def partition(
     if boundaries is not None:
         ranges = _checked_boundaries(boundaries, num_stages, len(layers))
     else:
-        ranges = balance(_weights(layers, structs, by), num_stages)
+        ranges = balance(_weights(layers, structs, by), num_stages, _factors(num_stages, by))
     stages = tuple(
         Stage(j, start, layers[start:stop], structs[start], structs[stop]) for j, (start, stop) in enumerate(ranges)
     )
@@ -63,11 +64,16 @@ def partition(
 def _weights(layers: Sequence[Layer], structs: Sequence[Struct], by: str) -> Sequence[float]:
     if by == "layers":
         return [1.0] * len(layers)
-    if by == "activations":
+    if by in ("activations", "pipeline_memory"):
         from cyclic_jax.memory import layer_bytes  # needs the executors' ops, which the other strategies do not
 
         return layer_bytes(layers, structs)
     return [getattr(cost, by) for cost in layer_costs(layers, structs)]
+
+
+def _factors(num_stages: int, by: str) -> list[float] | None:
+    """How many micro-batches wait at each stage, where that matters."""
+    return [float(num_stages - j) for j in range(num_stages)] if by == "pipeline_memory" else None
 
 
 def _checked_boundaries(

@@ -6,10 +6,11 @@ their mask by default: with 4 stages theirs leaves workers 4 to 7 without any de
 """
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -31,8 +32,8 @@ class Options:
     """N: micro-batches of a step."""
     num_stages: int = 4
     """S: stages of the model."""
-    partition: Literal["flops", "params", "layers", "activations"] = "flops"
-    """What the stages are balanced by."""
+    partition: Literal["flops", "params", "layers", "activations", "pipeline_memory"] = "flops"
+    """What the stages are balanced by; pipeline_memory evens out what the devices of the pipeline executor hold."""
     executor: str = "synchronous"
     """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""
     devices: int | None = None
@@ -65,6 +66,19 @@ class Options:
     """What a drop multiplies the learning rate by."""
     out: Path = Path("runs")
     """Folder for results.jsonl, TensorBoard scalars and loss.png."""
+    checkpoint_dir: Path | None = None
+    """Folder for checkpoints, with a subfolder for each rule and seed; by default none are written."""
+    save_every: int = 100
+    """Training steps between two checkpoints."""
+    checkpoint_form: Literal["in-flight", "canonical"] = "in-flight"
+    """in-flight: what goes on is bit for bit what would have been, with the same executor and devices. canonical: the schedule is
+    drained at each checkpoint, and any executor goes on, on any number of devices that it can use."""
+    resume: bool = False
+    """Go on from the newest checkpoints, and start what has none; finished runs are not repeated."""
+    eval_every: int | None = None
+    """Training steps between two evaluations while training goes on; by default there is only the one at the end."""
+    profile: Path | None = None
+    """Folder for the profiler's trace of three steps of each run."""
 
     @property
     def global_batch(self) -> int:
@@ -101,6 +115,9 @@ PRESETS: dict[str, tuple[str, Config]] = {
 }
 
 
+# what may differ when a study is resumed
+FREE = frozenset({"rules", "seeds", "executor", "devices", "processes", "data_dir", "out", "eval_every", "profile"})
+FREE |= {"checkpoint_dir", "save_every", "checkpoint_form", "resume"}
 RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-published")
 
 
@@ -131,6 +148,17 @@ def make_rule(config: Options, entry: str) -> cj.UpdateRule:
     return cj.UpdateRule.custom(published_mask(config.num_workers, config.num_stages), name=name)
 
 
+def as_json(config: Options) -> dict[str, Any]:
+    """All options as JSON values."""
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def fixed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a run and its resumption must share, of :func:`as_json`. What an executor and its devices may be is checked by the
+    checkpoint itself."""
+    return {name: value for name, value in options.items() if name not in FREE}
+
+
 def check(config: Options) -> None:
     """Refuse values that no study can have.
 
@@ -139,13 +167,18 @@ def check(config: Options) -> None:
     """
     config.processes.check()
     positive = ["num_workers", "num_stages", "seeds", "batch_per_worker", "epochs", "lr", "drop_every", "drop_factor"]
-    positive += [name for name in ("steps", "devices") if getattr(config, name) is not None]
+    positive += [
+        "save_every",
+        *(name for name in ("steps", "devices", "eval_every") if getattr(config, name) is not None),
+    ]
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name}={getattr(config, name)}: it must be positive")
     for name in ("weight_decay", "warmup_epochs", "momentum"):
         if not getattr(config, name) >= 0:
             raise ValueError(f"{name}={getattr(config, name)}: it must not be negative")
+    if config.resume and config.checkpoint_dir is None:
+        raise ValueError("resume=True: name the folder to go on from with --checkpoint-dir")
     if not config.rules:
         raise ValueError("rules is empty: name at least one, such as cdp-v2")
     twice = [rule for rule in config.rules if config.rules.count(rule) > 1]

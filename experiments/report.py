@@ -1,76 +1,14 @@
-"""What a study leaves behind: a table, JSON lines, TensorBoard scalars and a picture of the losses."""
+"""What a study says at its end: a table, a summary of each run, and a picture of the losses."""
 
-import dataclasses
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
 
 import matplotlib
 import numpy as np
 
-from experiments.config import Options
-from experiments.training import Run
+from experiments.run import Run
 
 matplotlib.use("Agg")
-
-
-class Log:
-    """JSON lines and TensorBoard scalars in ``folder``, written as the run goes; a context manager. Without a folder, nothing."""
-
-    def __init__(self, folder: Path | None, config: Options):
-        from tensorboardX import SummaryWriter
-
-        self._writers: dict[str, Any] = {}
-        self._file: IO[str] | None = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an earlier study, like its results.jsonl
-        self._file = (folder / "results.jsonl").open("w")
-        self._make_writer = lambda name: SummaryWriter(str(folder / "tensorboard" / name))
-        self._line(kind="config", **dataclasses.asdict(config))
-
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        for writer in self._writers.values():
-            writer.close()
-
-    def step(self, rule: str, seed: int, step: int, loss: float, lr: float) -> None:
-        """One training step."""
-        self._line(kind="step", rule=rule, seed=seed, step=step, loss=loss, lr=lr)
-        self._scalars(rule, seed, step, {"loss": loss, "lr": lr})
-
-    def result(self, run: Run) -> None:
-        """The end of one run."""
-        values = {name: getattr(run, name) for name in ("test_accuracy", "test_loss", "final_loss", "seconds")}
-        self._line(kind="result", rule=run.rule, seed=run.seed, steps=len(run.losses), **values)
-        self._scalars(
-            run.rule, run.seed, len(run.losses), {"test_accuracy": run.test_accuracy, "test_loss": run.test_loss}
-        )
-
-    def baseline(self, name: str, test_loss: float) -> None:
-        """What the test costs without a model."""
-        self._line(kind="baseline", name=name, test_loss=test_loss)
-
-    def _line(self, **values: Any) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(values, default=str) + "\n")
-            self._file.flush()
-
-    def _scalars(self, rule: str, seed: int, step: int, values: dict[str, float]) -> None:
-        if self._file is None:
-            return
-        name = f"{rule}-seed{seed}"
-        if name not in self._writers:
-            self._writers[name] = self._make_writer(name)
-        for tag, value in values.items():
-            self._writers[name].add_scalar(tag, value, step)
 
 
 def by_rule(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -117,6 +55,20 @@ def loss_table(runs: Sequence[Run], executors: Mapping[str, str], baselines: Map
         rows.append(f"| {rule} | {executors[rule]} | {loss} | {_loss_and_time(group)} |")
     rows += [f"| {name} | none | {loss:.3f} | | |" for name, loss in baselines.items()]
     return "\n".join(rows)
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """One line for each run: how far, how long, the losses, and its best evaluation during training."""
+    return "\n".join(map(_in_words, runs))
+
+
+def _in_words(run: Run) -> str:
+    text = f"{run.rule} seed {run.seed}: {len(run.losses)} steps in {run.seconds:.1f} s, training loss {run.final_loss:.4f}, "
+    text += f"test loss {run.test_loss:.4f}, test accuracy {100 * run.test_accuracy:.2f} %"
+    if run.evaluations:
+        best = max(run.evaluations, key=lambda evaluation: evaluation.accuracy)
+        text += f"; {len(run.evaluations)} evaluations during training, best {100 * best.accuracy:.2f} % at step {best.step}"
+    return text
 
 
 def _loss_and_time(group: Sequence[Run]) -> str:

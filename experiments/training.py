@@ -1,13 +1,13 @@
 """Training one rule with one seed, and evaluating it."""
 
+from __future__ import annotations
+
 import math
-import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,16 @@ from cyclic_jax.state import snapshot_of
 from experiments.config import Config, Options, check, make_rule, rule_and_executor
 from experiments.data import load
 from experiments.data.augment import make_augment
+from experiments.interruption import Interrupted
 from experiments.optimizers import learning_rate, make_optimizer
 from experiments.processes import total
+from experiments.profiling import Profile
+from experiments.run import Clock, Evaluation, Losses, Run, check_finite
+
+if TYPE_CHECKING:
+    from experiments.checkpointing import Keeper
 
 PyTree = Any
-READ_LATE = 4  # calls whose metrics are not read yet
-READ_TOGETHER = 16  # calls whose metrics several processes exchange at once
 
 
 @dataclass(frozen=True)
@@ -41,28 +45,6 @@ class Study:
     executors: dict[str, cj.Executor]
     total_steps: int
     evaluate_batch: Callable[..., Any]
-
-
-@dataclass
-class Run:
-    """One rule with one seed.
-
-    Attributes:
-        losses: mean over workers, one per training step.
-        seconds: of the training steps, compilation not counted.
-    """
-
-    rule: str
-    seed: int
-    losses: list[float] = field(default_factory=list)
-    test_accuracy: float = float("nan")
-    test_loss: float = float("nan")
-    seconds: float = float("nan")
-
-    @property
-    def final_loss(self) -> float:
-        """Mean training loss of the last 20 steps."""
-        return float(np.mean(self.losses[-20:]))
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -135,7 +117,17 @@ def with_augmentation(layer: cj.Layer, data: Any, dtype: Any) -> cj.Layer:
     return cj.Layer(layer.name, init, apply)
 
 
-def train(study: Study, rule: str, seed: int, on_step: Callable[[int, float], None]) -> Run:
+def train(
+    study: Study,
+    rule: str,
+    seed: int,
+    on_step: Callable[[int, float], None],
+    *,
+    run: Run | None = None,
+    keeper: Keeper | None = None,
+    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Run:
     """Train one rule with one seed and evaluate it on the test split.
 
     Args:
@@ -143,28 +135,49 @@ def train(study: Study, rule: str, seed: int, on_step: Callable[[int, float], No
         rule: a key of ``study.executors``.
         seed: of parameters, data order and dropout.
         on_step: called with the step and its mean loss, a few steps late.
+        run: what is known of the run before the checkpoint that it goes on from.
+        keeper: of checkpoints; goes on from the newest one, if there is one.
+        on_evaluation: called with each evaluation during training.
+        stop: asked after each step whether to save and end here; without effect where there is no keeper.
 
     Raises:
         FloatingPointError: as soon as a loss that is not finite is seen; names step and worker.
+        Interrupted: when ``stop`` said so; the checkpoint is complete.
     """
-    executor, run = study.executors[rule], Run(rule, seed)
-    losses, unread = Losses(run, executor.num_workers, on_step), deque[cj.Metrics]()
-    whole = study.config.global_batch
-    together = 1 if jax.process_count() == 1 else READ_TOGETHER
-    with closing(study.data.batches(whole, seed, rows=cj.local_rows(executor, whole))) as own:
-        batches = (cj.global_batch(executor, tuple(batch), rows=whole) for batch in own)
+    config, executor, run = study.config, study.executors[rule], run or Run(rule, seed)
+    losses, start = Losses(run, executor.num_workers, on_step), keeper.latest if keeper else 0
+    rows = config.global_batch
+    with closing(study.data.batches(rows, seed, start, rows=cj.local_rows(executor, rows))) as own:
+        batches = (cj.global_batch(executor, tuple(batch), rows=rows) for batch in own)
         first = next(batches)
         warm_up(study, executor, seed, first)
-        carry = executor.init(initial_state(study, executor, seed))
-        start = time.perf_counter()
-        for batch in islice(chain([first], batches), study.total_steps):
-            carry, metrics = executor.step(carry, batch)
-            unread.append(metrics)
-            if len(unread) >= READ_LATE + together:  # the newest stay unread: the devices need not wait for the host
-                losses.read([unread.popleft() for _ in range(together)])
+        fresh = initial_state(study, executor, seed)
+        carry = keeper.restore(fresh, first, losses) if keeper and start else executor.init(fresh)
+        del fresh
+        clock = Clock(run)
+        with Profile(config.profile and config.profile / run.name, study.total_steps - start) as profile:
+            stream = islice(chain([first], batches), study.total_steps - start)
+            for begun, batch in enumerate(stream, start + 1):
+                with profile.step(begun):
+                    carry, metrics = executor.step(carry, batch)
+                losses.add(metrics)
+                if config.eval_every and begun % config.eval_every == 0:
+                    with clock.stopped():
+                        on_evaluation(evaluate_in_flight(study, executor, carry, begun))
+                if keeper and begun < study.total_steps:
+                    stopping = stop()
+                    if stopping or begun % config.save_every == 0:
+                        clock.read()
+                        carry = keeper.save(begun, carry, losses)
+                    if stopping:
+                        keeper.wait()
+                        raise Interrupted(run.name, begun)
         state, last = executor.drain(carry)
-        losses.read([*unread, last])
-    run.seconds = time.perf_counter() - start
+        losses.catch_up(last)
+        check_finite(state, run)
+    clock.read()
+    if keeper:
+        keeper.save_last(study.total_steps, state, losses)
     run.test_accuracy, run.test_loss = evaluate(study, executor, snapshot_of(state))
     return run
 
@@ -180,33 +193,10 @@ def warm_up(study: Study, executor: cj.Executor, seed: int, batch: Any) -> None:
     jax.block_until_ready(executor.drain(carry))
 
 
-class Losses:
-    """Collects each worker's loss until all workers have reported a step: in a staggered executor some come a call later."""
-
-    def __init__(self, run: Run, num_workers: int, on_step: Callable[[int, float], None]):
-        self._run, self._num_workers, self._on_step = run, num_workers, on_step
-        self._parts: dict[int, list[float]] = {}
-
-    def read(self, calls: list[cj.Metrics]) -> None:
-        """Add some calls' metrics: the same in every process, so that all go on or all stop.
-
-        Raises:
-            FloatingPointError: for a loss that is not finite; names step and worker.
-        """
-        for metrics in cj.read_metrics(calls):
-            self._add(np.asarray(metrics.loss), np.asarray(metrics.step))
-
-    def _add(self, losses: np.ndarray, steps: np.ndarray) -> None:
-        for worker in np.flatnonzero(steps >= 0):
-            step, loss, run = int(steps[worker]), float(losses[worker]), self._run
-            if not np.isfinite(loss):
-                raise FloatingPointError(
-                    f"the loss of worker {worker} at step {step} is {loss} (rule {run.rule}, seed {run.seed})"
-                )
-            self._parts.setdefault(step, []).append(loss)
-            if len(self._parts[step]) == self._num_workers:
-                run.losses.append(float(np.mean(self._parts.pop(step))))
-                self._on_step(step, run.losses[-1])
+def evaluate_in_flight(study: Study, executor: cj.Executor, carry: Any, begun: int) -> Evaluation:
+    """The newest complete step, while ``begun`` have begun; the schedule is not drained."""
+    snapshot = executor.snapshot(carry)
+    return Evaluation(int(snapshot.step), begun, *evaluate(study, executor, snapshot))
 
 
 def evaluate(study: Study, executor: cj.Executor, snapshot: cj.Snapshot) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 import cyclic_jax as cj
 from cyclic_jax.balance import balance
 from cyclic_jax.costs import layer_costs
+from cyclic_jax.memory import layer_bytes
+from tests import problems
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 X = jax.ShapeDtypeStruct((4, 8), np.float32)
@@ -39,6 +42,20 @@ def test_balance_equals_brute_force(costs, data):
     best = min((max(load), sum(x * x for x in load)) for load in every)
     mine = loads(costs, ranges)
     assert (max(mine), sum(x * x for x in mine)) == best
+
+
+@given(COSTS, st.data())
+def test_factors_equal_brute_force(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    factors = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+
+    def weighed(ranges) -> tuple[float, float]:
+        load = [f * x for f, x in zip(factors, loads(costs, ranges), strict=True)]
+        return max(load), sum(x * x for x in load)
+
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    every = [list(itertools.pairwise([0, *cut, len(costs)])) for cut in cuts]
+    assert weighed(balance(costs, stages, factors)) == min(map(weighed, every))
 
 
 @given(COSTS, st.data())
@@ -73,6 +90,36 @@ def test_strategies_minimise_their_own_cost(by):
     assert largest[by] == min(largest.values())
 
 
+def test_pipeline_memory_is_the_least_of_all_cuts():
+    """(S − j) times what stage j keeps, over every way to cut; balancing flops or activations alone does worse."""
+    example, stages = jax.ShapeDtypeStruct((64, 8), np.float32), 3
+    model = cj.partition(layers(WIDTHS * 2), stages, example=example, by="pipeline_memory")
+    kept = layer_bytes(model.layers, model.structs)
+
+    def largest(ranges) -> float:
+        return max((stages - j) * load for j, load in enumerate(loads(kept, ranges)))
+
+    cuts = itertools.combinations(range(1, len(kept)), stages - 1)
+    best = min(largest(list(itertools.pairwise([0, *cut, len(kept)]))) for cut in cuts)
+    assert largest(model.boundaries) == best
+    for by in ("activations", "flops", "params", "layers"):
+        assert largest(cj.partition(layers(WIDTHS * 2), stages, example=example, by=by).boundaries) > best
+
+
+def test_pipeline_memory_is_what_the_executor_allocates():
+    """Uniform blocks: as even stages stage 0 holds N of them; lighter early stages need less room on every device."""
+    blocks, rows = cj.models.residual_mlp(4, in_features=8, width=16, depth=10), 16
+    example, rule = jax.ShapeDtypeStruct((rows, 8), np.float32), cj.UpdateRule.cdp_v2(3)
+    sizes = {}
+    for by in ("pipeline_memory", "activations", "flops"):
+        model = cj.partition(blocks, 3, example=example, by=by)
+        executor = cj.make_executor("pipeline", model, problems.loss, optax.sgd(0.1), rule=rule)
+        state = cj.TrainState.create(model, optax.sgd(0.1), jax.random.key(0), num_workers=3)
+        executor.lower(executor.carry_struct(state), (np.zeros((3 * rows, 8), np.float32), np.zeros(3 * rows, int)))
+        sizes[by] = executor.residual_slots.num_bytes
+    assert sizes["pipeline_memory"] < 0.8 * min(sizes["activations"], sizes["flops"])
+
+
 def test_boundaries_are_taken_as_given():
     assert cj.partition(layers(WIDTHS), 2, example=X, boundaries=[(0, 1), (1, 5)]).boundaries == ((0, 1), (1, 5))
 
@@ -101,13 +148,17 @@ def test_wrong_boundaries(boundaries, message):
 def test_bad_input():
     with pytest.raises(ValueError, match="num_stages=6 does not fit a model of 5 layers"):
         cj.partition(layers(WIDTHS), 6, example=X)
-    with pytest.raises(ValueError, match="by='time' is unknown: expected one of flops, params, layers, activations"):
+    with pytest.raises(
+        ValueError, match="by='time' is unknown: expected one of flops, params, layers, activations, pipeline_memory"
+    ):
         cj.partition(layers(WIDTHS), 2, example=X, by="time")
     bad = cj.from_nnx([lambda r: nnx.Linear(8, 8, rngs=r), lambda r: nnx.Linear(9, 8, rngs=r)])
     with pytest.raises(ValueError, match=r"layer 1 \(1:Linear\) does not take what .* gives, float32\[4, 8\]"):
         cj.partition(bad, 2, example=X)
     with pytest.raises(ValueError, match="finite and not negative"):
         balance([1.0, -1.0], 1)
+    with pytest.raises(ValueError, match=r"factors=\[1.0, 0.0\]: expected a positive one for each of 2 groups"):
+        balance([1.0, 1.0], 2, [1.0, 0.0])
 
 
 def test_state_that_changes_dtype_is_refused():

@@ -20,6 +20,8 @@ class Executor(Protocol):
     """One realisation of the schedule. ``carry`` is opaque and donated: never use one after it was given to
     ``step``."""
 
+    model: StagedModel
+    rule: UpdateRule
     mesh: Mesh
     num_workers: int
     batch_sharding: NamedSharding
@@ -40,8 +42,9 @@ class Executor(Protocol):
     def lower(self, carry: Any, batch: Batch) -> jax.stages.Lowered:
         """The step, lowered for arrays or structs: compiled text, memory, cost."""
 
-    def carry_struct(self, state: TrainState) -> Any:
-        """Shapes, dtypes and shardings of the carry that ``init`` makes of such a state."""
+    def carry_struct(self, state: TrainState, batch: Batch | None = None) -> Any:
+        """Shapes, dtypes and shardings of the carry that ``init`` makes of such a state; with a batch, arrays or structs, of the
+        carry that ``step`` returns, with what is in flight."""
 
 
 def check_rule(rule: UpdateRule, model: StagedModel) -> None:

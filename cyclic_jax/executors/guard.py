@@ -11,6 +11,16 @@ from typing import Any
 import jax
 
 Memory = dict[str, Any]  # a device's buffers by name
+TURN = "turn"
+
+
+def in_turn(memory: Memory) -> Memory:
+    """``memory`` whose guarded bodies run one after the other, as they are written.
+
+    Without it, the compiler sees nothing between a body that reads a buffer and a later one that changes it, and copies the
+    buffer to be safe. With it each guard waits for a count that the one before hands on.
+    """
+    return {**memory, TURN: jax.numpy.zeros((), jax.numpy.int32)}
 
 
 def when(predicate: jax.Array, body: Callable[[Memory], Memory], memory: Memory, changes: Sequence[str]) -> Memory:
@@ -24,8 +34,14 @@ def when(predicate: jax.Array, body: Callable[[Memory], Memory], memory: Memory,
         changes: names of the buffers that the body changes.
     """
 
+    turn = memory.get(TURN)
+    if turn is not None:
+        predicate, changes = predicate & (turn >= 0), [*changes, TURN]  # it is; but the compiler has to wait for it
+
     def run(carry: tuple[jax.Array, Memory]) -> tuple[jax.Array, Memory]:
         changed = body({**memory, **carry[1]})
+        if turn is not None:
+            changed = {**changed, TURN: changed[TURN] + 1}
         return jax.numpy.zeros_like(carry[0]), {name: changed[name] for name in changes}
 
     start = (predicate, {name: memory[name] for name in changes})

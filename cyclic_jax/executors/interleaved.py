@@ -143,11 +143,15 @@ class InterleavedExecutor:
             carry = jax.eval_shape(self._step, carry, batch)[0]
         return self._jit_step.lower(carry, batch)
 
-    def carry_struct(self, state: TrainState) -> Any:
-        """Shapes, dtypes and shardings of the carry that ``init`` makes."""
+    def carry_struct(self, state: TrainState, batch: Batch | None = None) -> Any:
+        """Shapes, dtypes and shardings of the carry that ``init`` makes; with a batch, of the one that ``step`` returns."""
+        carry = jax.eval_shape(self._spread, state)
+        if batch is not None:
+            check_batch(batch, self.num_workers)
+            self._trace(batch)
+            carry = jax.eval_shape(self._step, carry, batch)[0]
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding),
-            jax.eval_shape(self._spread, state),
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding), carry
         )
 
     # ---- canonical state <-> carry --------------------------------------------------------------------------

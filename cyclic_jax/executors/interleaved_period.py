@@ -112,7 +112,8 @@ class Period:
         mean = jax.tree.map(lambda total: total / self.N, memory.pop(f"sum{j}"))
         now = memory[f"now{j}"]
         memory[f"before{j}"] = now
-        memory[f"now{j}"], memory[f"optimizer{j}"] = self.plan.update(mean, memory[f"optimizer{j}"], now)
+        with jax.named_scope(f"update{j}"):
+            memory[f"now{j}"], memory[f"optimizer{j}"] = self.plan.update(mean, memory[f"optimizer{j}"], now)
         self.newest[j] += 1
         self.last += [f"now{j}", f"optimizer{j}"]
         self.last.remove(f"sum{j}")

@@ -72,10 +72,12 @@ class ModelParallelExecutor(OneStage):
         for phase, sends in enumerate(self.lanes.sends):
             memory = self._phase(work, memory, phase, b, begun)
             if sends:
-                memory = {**memory, "mail": self._routed(memory["out"], b, partial(self._route, phase))}
+                with jax.named_scope("send/messages"):
+                    memory = {**memory, "mail": self._routed(memory["out"], b, partial(self._route, phase))}
         if len(self.replicas) > 1:
             for name, route in (("gradient", self._partial_sums), ("finished", self._finished_sums)):
-                memory = {**memory, name: self._routed(memory[name], b, route)}
+                with jax.named_scope(f"send/{name}"):
+                    memory = {**memory, name: self._routed(memory[name], b, route)}
         return self._move_statistics(work, memory, b, begun)
 
     def _routed(self, payload: PyTree, b: jax.Array, route: Callable[[int], Pairs]) -> PyTree:
@@ -118,7 +120,8 @@ class ModelParallelExecutor(OneStage):
         for j in moving:
             m = b - self.lanes.age(Op(FORWARD, j))
             worker = m % self.rule.num_workers
-            sent = self._routed(self.states.read(j, memory["state"], worker), b, partial(self._statistics_route, j))
+            with jax.named_scope(f"send/statistics{j}"):
+                sent = self._routed(self.states.read(j, memory["state"], worker), b, partial(self._statistics_route, j))
             to = int(self.first[j]) + (m + self.rule.num_workers) % self.replicas[j]
             mine = (jax.lax.axis_index(CYCLIC) == to) & (m >= 0) & (m < begun)
             memory = when(mine, partial(self._store_statistics, j, sent, worker), memory, ["state"])

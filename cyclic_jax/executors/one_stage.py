@@ -32,7 +32,12 @@ DEVICES = PartitionSpec((DATA, CYCLIC))
 
 
 class OneStage(Staggered):
-    """See the module's text. A subclass sets ``mesh`` and says what a block does."""
+    """See the module's text. A subclass sets ``mesh`` and says what a block does.
+
+    ``work`` is what does the ops; one that also takes notes may stand in its place.
+    """
+
+    work: type[StageWork] = StageWork
 
     def __init__(
         self,
@@ -175,7 +180,7 @@ class OneStage(Staggered):
         N, loss = self.rule.num_workers, self.ops[-1].output_struct
         memory["loss"], memory["loss_step"] = jnp.zeros(N, loss.dtype), jnp.full(N, -1, jnp.int32)
         memory["inputs"] = self._nothing() if batch is None else batch
-        work = StageWork(self._plan(), Clock(carry.calls, carry.first_step, carry.key), jax.lax.axis_index(DATA))
+        work = self.work(self._plan(), Clock(carry.calls, carry.first_step, carry.key), jax.lax.axis_index(DATA))
         begun = (carry.calls + (1 if batch is not None else 0)) * N
         blocks = carry.calls * N + jnp.arange(N, dtype=jnp.int32)
         memory, _ = jax.lax.scan(lambda memory, b: (self._block(work, memory, b, begun), None), memory, blocks)

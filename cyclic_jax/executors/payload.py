@@ -4,7 +4,7 @@ Every device runs the same program, so a message has one size whichever stage it
 promotion would change their numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -52,12 +52,30 @@ class PayloadFormat:
     def unpack(self, stage: int, payload: Payload) -> PyTree:
         """The pytree of a stage."""
         leaves, structure = jax.tree.flatten(self.structs[stage])
-        at, parts = dict.fromkeys(payload, 0), []
-        for leaf in leaves:
-            name, size = leaf.dtype.name, prod(leaf.shape)
-            parts.append(payload[name][at[name] : at[name] + size].reshape(leaf.shape))
-            at[name] += size
-        return jax.tree.unflatten(structure, parts)
+        return jax.tree.unflatten(structure, [self.leaf(stage, payload, k) for k in range(len(leaves))])
+
+    def leaf(self, stage: int, payload: Payload, k: int) -> jax.Array:
+        """Leaf k of that pytree."""
+        struct, at = self._places(stage)[k]
+        return payload[struct.dtype.name][at : at + prod(struct.shape)].reshape(struct.shape)
+
+    def _places(self, stage: int) -> list[tuple[Any, int]]:
+        """For each leaf its struct and its first entry."""
+        at: dict[str, int] = {}
+        places = []
+        for leaf in jax.tree.leaves(self.structs[stage]):
+            places.append((leaf, at.setdefault(leaf.dtype.name, 0)))
+            at[leaf.dtype.name] += prod(leaf.shape)
+        return places
+
+    def change(
+        self, stage: int, payload: Payload, change: Callable[[jax.Array, jax.Array], jax.Array], tree: PyTree
+    ) -> Payload:
+        """``payload`` with ``change(old, leaf)`` in the place of each old leaf of a stage, one after the other and in place."""
+        for k, (leaf, (struct, at)) in enumerate(zip(jax.tree.leaves(tree), self._places(stage), strict=True)):
+            name, new = struct.dtype.name, change(self.leaf(stage, payload, k), leaf).astype(struct.dtype).ravel()
+            payload = {**payload, name: jax.lax.dynamic_update_slice(payload[name], new, (at,))}
+        return payload
 
     def flatten(self, stage: int, tree: PyTree) -> Payload:
         """The vectors of a stage's pytree, without the padding."""
@@ -68,7 +86,7 @@ class PayloadFormat:
 
     def put(self, stage: int, tree: PyTree, payload: Payload) -> Payload:
         """``payload`` with the pytree of a stage at its beginning."""
-        return self.write(self.flatten(stage, tree), payload)
+        return self.change(stage, payload, lambda _, leaf: leaf, tree)
 
     def write(self, flat: Payload, payload: Payload) -> Payload:
         """``payload`` with a stage's vectors written over its beginning."""

@@ -57,6 +57,8 @@ class PipelineExecutor(OneStage):
         for phase, pairs in enumerate(self.lanes.pairs):
             memory = self._phase(work, memory, phase, b, begun)
             if pairs:
-                memory = {**memory, "mail": jax.lax.ppermute(memory["out"], CYCLIC, pairs)}
+                with jax.named_scope("send/messages"):
+                    memory = {**memory, "mail": jax.lax.ppermute(memory["out"], CYCLIC, pairs)}
         down = [(k + 1, k) for k in range(self.rule.num_workers - 1)]
-        return {**memory, "inputs": jax.lax.ppermute(memory["inputs"], CYCLIC, down)} if down else memory
+        with jax.named_scope("send/inputs"):
+            return {**memory, "inputs": jax.lax.ppermute(memory["inputs"], CYCLIC, down)} if down else memory

@@ -109,7 +109,8 @@ class Period:
         fresh, keeps = (jnp.asarray(mask[:, j])[self.i] for mask in (self.plan.fresh, self.plan.keeps))
 
         def update(memory: Memory, gradient: PyTree) -> Memory:
-            new, state = self.plan.update(gradient, memory[optimizer], memory[params])
+            with jax.named_scope(f"update{j}"):
+                new, state = self.plan.update(gradient, memory[optimizer], memory[params])
             return {**memory, params: new, optimizer: state, "applied": t}
 
         def arrived(memory: Memory) -> PyTree:
@@ -151,7 +152,8 @@ class Period:
         """The mean over data groups. Only the groups' workers N−1 take part: the predicate is the same for all of them."""
         if self.plan.groups == 1:
             return memory
-        return when(last, lambda m: {**m, box: jax.lax.pmean(m[box], DATA)}, memory, [box])
+        with jax.named_scope("mean/data"):
+            return when(last, lambda m: {**m, box: jax.lax.pmean(m[box], DATA)}, memory, [box])
 
     def keep_final(self, memory: Memory, j: int, mine: jax.Array) -> Memory:
         """Where the last step's sum of stage j would have been used first."""
@@ -167,13 +169,15 @@ class Period:
         box, pairs = f"box{beat}", [self.plan.ring.pairs(beat, block) for block in range(self.N)]
         if not any(pairs):
             return memory
-        return {**memory, box: jax.lax.switch(b, [partial(_permute, some) for some in pairs], memory[box])}
+        with jax.named_scope("send/gradient"):
+            return {**memory, box: jax.lax.switch(b, [partial(_permute, some) for some in pairs], memory[box])}
 
     def hand_off(self, memory: Memory, beat: int, hand_off: HandOff, b: jax.Array) -> Memory:
         """Worker N−1's finished sum, which may be needed in the very next tick, goes to its first user."""
         pair = ((self.N - 1, hand_off.receiver),) if hand_off.receiver != self.N - 1 else ()
         box, handed = f"box{beat}", f"handed{hand_off.box}"
-        return when(b == hand_off.block, lambda m: {**m, handed: _permute(pair, m[box])}, memory, [handed])
+        with jax.named_scope(f"send/finished{hand_off.stage}"):
+            return when(b == hand_off.block, lambda m: {**m, handed: _permute(pair, m[box])}, memory, [handed])
 
 
 def _permute(pairs: Any, payload: PyTree) -> PyTree:

@@ -89,7 +89,8 @@ class StageOp:
 
     def forward(self, params: PyTree, inputs: Inputs) -> tuple[PyTree, PyTree, list[jax.Array]]:
         """``(output, new state, residuals)``; the output of the last stage is the loss."""
-        return self._prepare(self._forward)(params, inputs)
+        with jax.named_scope(f"F{self.stage.index}"):
+            return self._prepare(self._forward)(params, inputs)
 
     def _forward(self, params: PyTree, inputs: Inputs) -> tuple[PyTree, PyTree, list[jax.Array]]:
         y, vjp, state = self._vjp(params, inputs)
@@ -98,7 +99,8 @@ class StageOp:
 
     def backward(self, params: PyTree, residuals: list[jax.Array], cotangent: PyTree) -> tuple[PyTree, PyTree]:
         """``(gradient of the parameters, cotangent of the input)``; the latter ``None`` where nothing needs it."""
-        return self._prepare(self._backward)(params, residuals, cotangent)
+        with jax.named_scope(f"B{self.stage.index}"):
+            return self._prepare(self._backward)(params, residuals, cotangent)
 
     def _backward(self, params: PyTree, residuals: list[jax.Array], cotangent: PyTree) -> tuple[PyTree, PyTree]:
         anything = jax.tree.map(_zeros, self._inputs_struct)

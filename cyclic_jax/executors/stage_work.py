@@ -152,13 +152,15 @@ class StageWork:
         """The finished sum as a mean. All groups finish it at the same time: they all take part, and nobody else."""
         total = self.plan.gradients.read(j, memory["gradient"])
         mean = jax.tree.map(lambda g: g / self.N, total)
-        return mean if self.plan.groups == 1 else jax.lax.pmean(mean, DATA)
+        with jax.named_scope("mean/data"):
+            return mean if self.plan.groups == 1 else jax.lax.pmean(mean, DATA)
 
     def update(self, memory: Memory, j: int, t: jax.Array, gradient: PyTree) -> Memory:
         """theta_{t+1} from theta_t, in the place of theta_{t−1}."""
         plan = self.plan
         theta = plan.versions.read(j, memory["versions"], t % 2)
-        new, state = plan.update(gradient, plan.optimizer.read(j, memory["optimizer"]), theta)
+        with jax.named_scope(f"update{j}"):
+            new, state = plan.update(gradient, plan.optimizer.read(j, memory["optimizer"]), theta)
         return {
             **memory,
             "versions": plan.versions.write(j, memory["versions"], new, (t + 1) % 2),

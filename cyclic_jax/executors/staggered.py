@@ -165,15 +165,19 @@ class Staggered:
 
         return self._jit_step.lower(carry, jax.tree.map(struct, batch))
 
-    def carry_struct(self, state: TrainState) -> Any:
-        """Shapes, dtypes and shardings of the carry that ``init`` makes."""
+    def carry_struct(self, state: TrainState, batch: Batch | None = None) -> Any:
+        """Shapes, dtypes and shardings of the carry that ``init`` makes; with a batch, of the one that ``step`` returns."""
         structs = jax.eval_shape(self._spread, state)
 
         def put(sharding: NamedSharding, part: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
 
         parts = {name: put(getattr(self._shardings, name), getattr(structs, name)) for name in _CARRIED}
-        return StaggeredCarry(**parts, flight=None)
+        if batch is None:
+            return StaggeredCarry(**parts, flight=None)
+        check_batch(batch, self.num_workers)
+        self._trace(batch)
+        return StaggeredCarry(**parts, flight=put(self._shardings.flight, jax.eval_shape(self._flight)))
 
     # ---- shared parts ---------------------------------------------------------------------------------------
 

@@ -131,8 +131,8 @@ class SynchronousExecutor:
         check_batch(batch, self.num_workers)
         return self._jit_step.lower(carry, batch)
 
-    def carry_struct(self, state: TrainState) -> Any:
-        """Shapes, dtypes and shardings of the carry."""
+    def carry_struct(self, state: TrainState, batch: Batch | None = None) -> Any:
+        """Shapes, dtypes and shardings of the carry; nothing is ever in flight, so a batch makes no difference."""
         structs = jax.eval_shape(self._spread, state, self.fresh)
         # the shardings are a prefix of the carry: one entry serves a whole subtree
         return jax.tree.map(
@@ -204,7 +204,8 @@ class SynchronousExecutor:
         batch = jax.tree.map(lambda leaf: leaf.reshape(local, -1, *leaf.shape[1:]), batch)
 
         gradients, losses, model_state = self._local_gradients(carry, batch, workers)
-        mean = jax.tree.map(lambda g: jax.lax.psum(g, (DATA, CYCLIC)) / self.num_workers, gradients)
+        with jax.named_scope("send/gradient"):
+            mean = jax.tree.map(lambda g: jax.lax.psum(g, (DATA, CYCLIC)) / self.num_workers, gradients)
 
         theta = self._gather(carry).params
         optimizer = delay_by_stage(by_stage(self.optimizer, theta))
@@ -213,7 +214,8 @@ class SynchronousExecutor:
             updates, delay = optimizer.update(mean, delay, view, fresh=fresh)
             return optax.apply_updates(view, updates), delay
 
-        views, delay = jax.vmap(update)(carry.views, carry.delay, carry.fresh)
+        with jax.named_scope("update"):
+            views, delay = jax.vmap(update)(carry.views, carry.delay, carry.fresh)
         metrics = Metrics(losses, jnp.full((local,), carry.step, jnp.int32))
         return SynchronousCarry(carry.step + 1, carry.key, carry.fresh, views, delay, model_state, theta), metrics
 

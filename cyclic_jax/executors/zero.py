@@ -21,11 +21,11 @@ from jax.typing import DTypeLike
 
 from cyclic_jax.executors.base import Batch, Loss, check_rule
 from cyclic_jax.executors.clock import Clock
-from cyclic_jax.executors.guard import Memory
+from cyclic_jax.executors.guard import Memory, in_turn
 from cyclic_jax.executors.mesh import CYCLIC, DATA, ring_mesh
 from cyclic_jax.executors.payload import Payload, PayloadFormat
 from cyclic_jax.executors.ring import Ring
-from cyclic_jax.executors.slots import Slots, per_stage
+from cyclic_jax.executors.shares import make_shares
 from cyclic_jax.executors.staggered import Staggered, StaggeredCarry
 from cyclic_jax.executors.streams import Streams
 from cyclic_jax.executors.worker_ops import filled, flight_structs
@@ -70,23 +70,20 @@ class ZeroExecutor(Staggered):
         params = self.structs[0]
         self.summed = PayloadFormat(params)
         self.carried = PayloadFormat(jax.tree.map(partial(_travelling, stream_dtype), params))
-        self.masters = self._by_rank(params)
-        self.optimizers = self._by_rank([jax.eval_shape(self.optimizer.init, p) for p in params])
+        stages, ranks = range(model.num_stages), self.streams.ranks
+        self.shares = tuple(
+            make_shares(self.optimizer.init, self._update, params, [j for j in stages if ranks[j] == rank])
+            for rank in range(max(ranks) + 1)
+        )
         self._compile(WORKERS)
-
-    def _by_rank(self, structs: Any) -> tuple[Slots, ...]:
-        """For each rank, room for the stages that have it."""
-        ranks = self.streams.ranks
-        return tuple(per_stage(structs, [int(r == rank) for r in ranks]) for rank in range(max(ranks) + 1))
 
     # ---- canonical state <-> carry --------------------------------------------------------------------------
 
     def _spread(self, state: TrainState) -> StaggeredCarry:
         """Owners hold theta_T; the boxes hold theta_{T−1}, each of the stage that will need it."""
         held: Memory = {f"state{j}": leaf for j, leaf in enumerate(state.model_state)}
-        for rank, (masters, optimizers) in enumerate(zip(self.masters, self.optimizers, strict=True)):
-            held[f"master{rank}"] = self._on_workers(partial(self._share, masters, rank, state.params))
-            held[f"optimizer{rank}"] = self._on_workers(partial(self._share, optimizers, rank, state.opt_state))
+        for rank in range(len(self.shares)):
+            held[f"master{rank}"], held[f"optimizer{rank}"] = self._on_workers(partial(self._share, state, rank))
         for beat in range(len(self.streams.ring.beats)):
             held[f"stream{beat}"] = self._on_workers(partial(self._boxed, state, beat))
         return StaggeredCarry(state.step, jnp.zeros((), jnp.int32), state.key, held, None)
@@ -96,9 +93,10 @@ class ZeroExecutor(Staggered):
         ring = jax.tree.map(lambda *parts: jnp.stack(parts), *map(one, range(self.rule.num_workers)))
         return jax.tree.map(lambda leaf: jnp.tile(leaf, (self.groups, *[1] * (leaf.ndim - 1))), ring)
 
-    def _share(self, slots: Slots, rank: int, stages: Any, worker: int) -> Payload:
+    def _share(self, state: TrainState, rank: int, worker: int) -> tuple[PyTree, PyTree]:
+        """What a worker owns in a rank: parameters, and the optimizer's state of them."""
         j = self.streams.owned(worker, rank)
-        return slots.full(0.0) if j is None else slots.write(j, slots.full(0.0), stages[j])
+        return self.shares[rank].empty() if j is None else self.shares[rank].put(j, state.params[j], state.opt_state[j])
 
     def _boxed(self, state: TrainState, beat: int, worker: int) -> Payload:
         j, empty = self.streams.start(beat, worker), self.carried.full(0.0)
@@ -120,20 +118,19 @@ class ZeroExecutor(Staggered):
         return tuple(found[j] for j in range(len(self.ops)))
 
     def _drained(self, carry: StaggeredCarry, memory: Memory) -> tuple[TrainState, Metrics]:
-        previous = self._owned(self.masters, memory, "previous")
-        return self._state(carry, memory, previous), self._metrics(self._losses(memory))
+        return self._state(carry, memory, self._owned(memory, "previous")), self._metrics(self._losses(memory))
 
-    def _owned(self, slots: tuple[Slots, ...], memory: Memory, name: str) -> tuple[PyTree, ...]:
-        """Each stage's tree, from its owner in the first group."""
+    def _owned(self, memory: Memory, name: str) -> tuple[PyTree, ...]:
+        """Each stage's part of a buffer, from its owner in the first group."""
         stages = []
         for j, (owner, rank) in enumerate(zip(self.streams.owners, self.streams.ranks, strict=True)):
-            vectors = jax.tree.map(lambda leaf, i=owner: leaf[i], memory[f"{name}{rank}"])
-            stages.append(slots[rank].read(j, vectors))
+            buffers = jax.tree.map(lambda leaf, i=owner: leaf[i], memory[f"{name}{rank}"])
+            read = self.shares[rank].state if name == "optimizer" else self.shares[rank].params
+            stages.append(read(j, buffers))
         return tuple(stages)
 
     def _state(self, carry: StaggeredCarry, memory: Memory, previous: tuple[PyTree, ...]) -> TrainState:
-        params = self._owned(self.masters, memory, "master")
-        opt_state = self._owned(self.optimizers, memory, "optimizer")
+        params, opt_state = self._owned(memory, "master"), self._owned(memory, "optimizer")
         step = carry.first_step + carry.calls
         return TrainState(step, carry.key, params, previous, opt_state, self._statistics(memory))
 
@@ -142,7 +139,7 @@ class ZeroExecutor(Staggered):
 
     def _snapshot(self, carry: StaggeredCarry) -> Snapshot:
         step = carry.first_step + jnp.maximum(carry.calls - 1, 0)
-        params = self._owned(self.masters, carry.held, "master")
+        params = self._owned(carry.held, "master")
         return Snapshot(step, params, mean_over_workers(self._statistics(carry.held)))
 
     def _metrics(self, losses: Memory) -> Metrics:
@@ -160,12 +157,17 @@ class ZeroExecutor(Staggered):
     def _run(self, carry: StaggeredCarry, batch: Batch | None) -> Memory:
         """One period on one device: N blocks. Without a batch it drains."""
         memory: Memory = jax.tree.map(lambda leaf: leaf[0], {**carry.held, **(carry.flight or {})})
+        memory = in_turn(memory)
         memory["loss_step"] = jnp.full((), -1, jnp.int32)
         if batch is None:
-            memory |= {f"previous{rank}": memory[f"master{rank}"] for rank in range(len(self.masters))}
+            memory |= {f"previous{rank}": memory[f"master{rank}"] for rank in range(len(self.shares))}
         period = Period(self._plan(), Clock(carry.calls, carry.first_step, carry.key), batch)
-        blocks = carry.calls * self.rule.num_workers + jnp.arange(self.rule.num_workers, dtype=jnp.int32)
-        memory, _ = jax.lax.scan(lambda memory, b: (period.block(memory, b), None), memory, blocks)
+        N = self.rule.num_workers
+        blocks = carry.calls * N + jnp.arange(N, dtype=jnp.int32)
+        # a permutation cannot be done in place; two of them in a row need no copy
+        memory, _ = jax.lax.scan(
+            lambda memory, b: (period.block(memory, b), None), memory, blocks, unroll=1 + (N % 2 == 0)
+        )
         return jax.tree.map(lambda leaf: leaf[None], memory)
 
     def _plan(self) -> Plan:
@@ -175,9 +177,7 @@ class ZeroExecutor(Staggered):
             params=self.structs[0],
             carried=self.carried,
             summed=self.summed,
-            masters=self.masters,
-            optimizers=self.optimizers,
-            update=self._update,
+            shares=self.shares,
             groups=self.groups,
             structs=self._traced,
         )

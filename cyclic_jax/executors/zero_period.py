@@ -1,6 +1,5 @@
 """One period of the ZeRO executor on one device: its ops, the parameters that pass by, and the stages that it owns."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,12 +9,12 @@ import jax.numpy as jnp
 
 from cyclic_jax.executors.base import Batch
 from cyclic_jax.executors.clock import Clock
-from cyclic_jax.executors.guard import Memory, when
+from cyclic_jax.executors.guard import TURN, Memory, when
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.payload import Payload, PayloadFormat
 from cyclic_jax.executors.ring import HandOff
 from cyclic_jax.executors.route import permute, routed
-from cyclic_jax.executors.slots import Slots
+from cyclic_jax.executors.shares import Shares
 from cyclic_jax.executors.stage_op import StageOp
 from cyclic_jax.executors.streams import Streams
 from cyclic_jax.executors.worker_ops import WorkerOps
@@ -34,9 +33,7 @@ class Plan:
         params: structs of each stage's parameters.
         carried: how parameters lie in a stream's box.
         summed: how gradients lie in a payload.
-        masters: for each rank, an owner's parameters.
-        optimizers: for each rank, an owner's optimizer state.
-        update: ``update(gradient, optimizer state, params) -> (params, optimizer state)`` of one stage.
+        shares: for each rank, what an owner has.
         groups: D.
         structs: ``(inputs, targets)`` of one micro-batch.
     """
@@ -46,9 +43,7 @@ class Plan:
     params: tuple[PyTree, ...]
     carried: PayloadFormat
     summed: PayloadFormat
-    masters: tuple[Slots, ...]
-    optimizers: tuple[Slots, ...]
-    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    shares: tuple[Shares, ...]
     groups: int
     structs: Batch
 
@@ -101,11 +96,13 @@ class Period:
 
         def body(memory: Memory) -> Memory:
             gradient, memory = self.ops.backward(memory, j, self.read(memory, j, beat))
-            before = summed.unpack(j, memory[box])
-            # never by multiplying: what the first worker finds in the box may be anything
-            total = jax.tree.map(lambda b, g: jnp.where(self.i == 0, 0, b) + g, before, gradient)
-            total = jax.tree.map(lambda leaf: jnp.where(last, leaf / self.N, leaf), total)
-            memory = {**memory, box: summed.put(j, total, memory[box])}
+
+            def add(before: jax.Array, leaf: jax.Array) -> jax.Array:
+                # never by multiplying: what the first worker finds in the box may be anything
+                total = jnp.where(self.i == 0, 0, before) + leaf
+                return jnp.where(last, total / self.N, total)
+
+            memory = {**memory, box: summed.change(j, memory[box], add, gradient)}
             if self.plan.groups == 1:
                 return memory
             # only the groups' workers N−1 take part: the predicate is the same for all of them
@@ -139,17 +136,10 @@ class Period:
     def update(self, j: int, memory: Memory) -> Memory:
         """theta_t from theta_{t−1} and the finished sum of step t − 1."""
         rank = self.streams.ranks[j]
-        masters, optimizers = self.plan.masters[rank], self.plan.optimizers[rank]
-        master, optimizer = memory[f"master{rank}"], memory[f"optimizer{rank}"]
-        gradient = self.plan.summed.unpack(j, memory[f"handed{self.ring.boxes[j]}"])
-        new, state = self.plan.update(gradient, optimizers.read(j, optimizer), masters.read(j, master))
-        kept = {f"previous{rank}": master} if self.draining else {}
-        return {
-            **memory,
-            **kept,
-            f"master{rank}": masters.write(j, master, new),
-            f"optimizer{rank}": optimizers.write(j, optimizer, state),
-        }
+        master, optimizer, handed = f"master{rank}", f"optimizer{rank}", memory[f"handed{self.ring.boxes[j]}"]
+        kept = {f"previous{rank}": memory[master]} if self.draining else {}
+        new, state = self.plan.shares[rank].update(j, handed, memory[master], memory[optimizer])
+        return {**memory, **kept, master: new, optimizer: state}
 
     def swap(self, memory: Memory, j: int, beat: int) -> Memory:
         """The owner's version replaces what passes by."""
@@ -159,7 +149,7 @@ class Period:
     def master(self, memory: Memory, j: int) -> PyTree:
         """The parameters of stage j, at their owner."""
         rank = self.streams.ranks[j]
-        return self.plan.masters[rank].read(j, memory[f"master{rank}"])
+        return self.plan.shares[rank].params(j, memory[f"master{rank}"])
 
     # ---- messages -------------------------------------------------------------------------------------------
 
@@ -170,7 +160,7 @@ class Period:
         if any(sums):
             memory = {**memory, f"sum{beat}": routed(sums, block, memory[f"sum{beat}"])}
         box, hops = f"stream{beat}", [self.streams.from_owner(beat, k) for k in blocks]
-        hop = self.from_owner(memory, hops, block)
+        memory, hop = self.from_owner(memory, hops, block)
         riding = [self.streams.riding(beat, k, first) for first in (False, True) for k in blocks]
         memory = {**memory, box: routed(riding, block + self.N * first, memory[box])}
         if hop is None:
@@ -178,20 +168,21 @@ class Period:
         due = jnp.asarray([stage is not None for stage in hops])[block] & (self.i == 0) & ~first
         return when(due, lambda m: {**m, box: hop}, memory, [box])
 
-    def from_owner(self, memory: Memory, stages: list[int | None], block: jax.Array) -> Payload | None:
+    def from_owner(self, memory: Memory, stages: list[int | None], block: jax.Array) -> tuple[Memory, Payload | None]:
         """What worker 0 gets from the owner of the stage that it needs one block later, if any stage needs it."""
         if all(stage is None for stage in stages):
-            return None
+            return memory, None
         masters = {f"master{rank}": memory[f"master{rank}"] for rank in set(self.streams.ranks)}
 
-        def branch(j: int | None, masters: Memory) -> Payload:
+        def branch(j: int | None, masters: Memory, turn: jax.Array) -> tuple[jax.Array, Payload]:
             payload = self.plan.carried.full(0.0)
-            if j is None:
-                return payload
-            payload = self.plan.carried.put(j, self.master(masters, j), payload)
-            return permute([(self.streams.owners[j], 0)] if self.streams.owners[j] else [], payload)
+            if j is not None:
+                payload = self.plan.carried.put(j, self.master(masters, j), payload)
+                payload = permute([(self.streams.owners[j], 0)] if self.streams.owners[j] else [], payload)
+            return turn + 1, payload
 
-        return jax.lax.switch(block, [partial(branch, j) for j in stages], masters)
+        turn, hop = jax.lax.switch(block, [partial(branch, j) for j in stages], masters, memory[TURN])
+        return {**memory, TURN: turn}, hop
 
     def hand_off(self, memory: Memory, beat: int, hand_off: HandOff, b: jax.Array) -> Memory:
         """Worker N−1's finished sum goes to the stage's owner, who may need it in the very next tick."""

@@ -116,7 +116,8 @@ class StagedModel:
         stage."""
         new_state = []
         for stage, p, s in zip(self.stages, params, state, strict=True):
-            x, s = stage.apply(p, s, x, key=key, train=train)
+            with jax.named_scope(f"F{stage.index}"):  # a backward pass calls it transpose(jvp(F0))
+                x, s = stage.apply(p, s, x, key=key, train=train)
             new_state.append(s)
         return x, tuple(new_state)
 

@@ -15,6 +15,7 @@ from experiments.optimizers import learning_rate
 from experiments.training import evaluate, initial_state, prepare, train
 
 SMALL = Config(
+    rules=("dp", "cdp-v1", "cdp-v2"),
     model="residual_mlp",
     num_workers=2,
     num_stages=2,
@@ -197,7 +198,7 @@ def test_bad_input(change, message):
 def test_the_command_line(tmp_path, capsys):
     options = [
         "--devices",
-        "8",
+        "10",
         "--model",
         "residual_mlp",
         "--num-workers",

@@ -149,13 +149,13 @@ def test_the_command_line(tmp_path, capsys):
         "--num-stages",
         "1",
     ]
-    language.main([*sizes, "--steps", "2", "--rules", "cdp-v2", "--devices", "8", "--out", str(tmp_path)])
+    language.main([*sizes, "--steps", "2", "--rules", "cdp-v2", "--devices", "10", "--out", str(tmp_path)])
     printed = capsys.readouterr()
     assert printed.out.startswith("| rule | executor | test loss (nats/char) | final train loss | time (s) |\n")
     assert "PSF licence" in printed.err
     assert "1 workers x 8 rows, 2 steps, synchronous executor unless" in printed.err
     with pytest.raises(SystemExit, match="error: heads=3 must divide width=64"):
-        language.main(["--heads", "3", "--devices", "8", "--out", str(tmp_path)])
+        language.main(["--heads", "3", "--devices", "10", "--out", str(tmp_path)])
 
 
 def test_it_has_every_option_that_studies_share():
