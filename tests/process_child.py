@@ -28,6 +28,7 @@ def cases() -> dict[str, tuple[str, int, Mesh | None]]:
     crossing = mesh((0, 4, 1, 5), (6, 2, 7, 3))
     return {
         "synchronous": ("synchronous", 4, crossing),
+        "fewer devices": ("synchronous", 4, mesh((5, 0))),
         "replicated": ("replicated", 4, crossing),
         "zero": ("zero", 4, crossing),
         "pipeline": ("pipeline", 4, crossing),
