@@ -8,11 +8,11 @@ live, who talks to whom, how long a step takes) is derived from this table and f
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
 from cyclic_jax.schedule import build, derived, makespan, messages, text
+from cyclic_jax.schedule.messages import Moving
 from cyclic_jax.schedule.ops import BACKWARD, FORWARD, Op, Slot
 
 Costs = float | Sequence[float]
@@ -181,12 +181,13 @@ class Schedule:
         """For each tick of the steady state and each stage, the workers that use it."""
         return derived.stage_users(self)
 
-    def messages(self, moving: messages.Moving = "gradients") -> tuple[messages.Message, ...]:
+    def messages(self, moving: Moving = "gradients") -> tuple[messages.Message, ...]:
         """What is sent in one period of the steady state. See :mod:`cyclic_jax.schedule.messages`.
 
         Args:
             moving: ``"gradients"`` between workers that each hold a full copy; ``"states"`` between owners of sharded
-                parameters; ``"activations"`` between devices that each hold one stage.
+                parameters, ``"delayed_states"`` likewise under ``cdp-v1``; ``"activations"`` between devices that each hold
+                one stage.
         """
         return messages.messages(self, moving)
 
@@ -196,7 +197,7 @@ class Schedule:
         backward: Costs,
         overlap: bool = False,
         transfer: float = 0.0,
-        moving: Literal["gradients", "states", "activations"] = "gradients",
+        moving: Moving = "gradients",
     ) -> float:
         """Time of one training step in the steady state. See :mod:`cyclic_jax.schedule.makespan`.
 
@@ -219,9 +220,7 @@ class Schedule:
         """
         return makespan.makespan(self, forward, backward, overlap, transfer, moving)
 
-    def ideal(
-        self, forward: Costs, backward: Costs, moving: Literal["gradients", "states", "activations"] = "gradients"
-    ) -> float:
+    def ideal(self, forward: Costs, backward: Costs, moving: Moving = "gradients") -> float:
         """The least time that any order of the ops could take: the work of one worker, or of the busiest stage's device.
 
         Arguments and errors are those of :meth:`makespan`.

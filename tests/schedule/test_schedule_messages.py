@@ -112,10 +112,39 @@ def test_state_traffic(n):
     assert {m.slack for m in messages if "parameters" in m.kind} == {1}
 
 
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_state_traffic_of_two_stages_an_owner(n):
+    schedule = Schedule.balanced(n, [1] * 2 * n, [2] * 2 * n)
+    assert schedule.num_stages == 2 * n
+    messages = schedule.messages("states")
+    kinds = collections.Counter(m.kind for m in messages)
+    assert kinds["forward_parameters"] == kinds["backward_parameters"] == n * 2 * n
+    assert kinds["partial"] == 2 * n * (n - 1)
+    assert all(m.slack >= 0 for m in messages)
+    owners = {m.stage: m.receiver for m in messages if m.kind == "hand_off"}
+    assert all(receiver == schedule.feasible[:, stage].argmax() for stage, receiver in owners.items())
+
+
+@pytest.mark.parametrize("schedule", TABLES, ids=lambda s: f"{s.name}-{s.num_workers}-{s.num_stages}")
+def test_delayed_states_come_from_the_owner(schedule):
+    fresh, delayed = (schedule.messages(moving) for moving in ("states", "delayed_states"))
+    moved = set(delayed) - set(fresh)
+    owners = schedule.feasible.argmax(axis=0)
+    between = ((owners > 0) & (owners < schedule.num_workers - 1)).sum()
+    assert len(moved) == 2 * between  # the last worker sends to worker 0 in any case
+    for message in moved:
+        assert message.kind.endswith("_parameters")
+        assert (message.sender, message.receiver) == (owners[message.stage], 0)
+        assert message.slack >= 0
+    lost = set(fresh) - set(delayed)
+    assert {(m.sender, m.receiver) for m in lost} <= {(schedule.num_workers - 1, 0)}
+    kept_by_0 = (owners == 0).sum() if schedule.num_workers > 1 else 0  # what it keeps for itself is no message
+    assert len(lost) - len(moved) == 2 * kept_by_0
+
+
 def test_refused():
-    with pytest.raises(ValueError, match="have no ring: they need an all-reduce"):
-        Schedule.simultaneous(2, 2).messages()
+    for moving in ("gradients", "states", "delayed_states"):
+        with pytest.raises(ValueError, match="have no ring: they need an all-reduce"):
+            Schedule.simultaneous(2, 2).messages(moving)
     with pytest.raises(ValueError, match="moving='weights' is unknown"):
         Schedule.cyclic(2).messages("weights")
-    with pytest.raises(ValueError, match="as many stages as workers, got 4 stages for 2"):
-        Schedule.cyclic(2, 4).messages("states")
