@@ -6,6 +6,7 @@ programs are the synchronous executor's and the replicated executor's.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import tyro
 import cyclic_jax as cj
 from cyclic_jax.communication import Collective, all_reduce_traffic, collectives, cyclic_traffic
 from cyclic_jax.executors.payload import PayloadFormat
+from cyclic_jax.executors.ring import Ring
 
 matplotlib.use("Agg")
 
@@ -101,8 +103,12 @@ def check(config: Config, traffic: Traffic) -> str:
         RuntimeError: if a program holds other collectives, or other bytes, than predicted.
     """
     found = compiled(config, traffic, "replicated")
-    sent = sum(len(c.pairs) * c.num_bytes for c in found)
-    if {c.kind for c in found} != {"collective-permute"} or sent != traffic.padded.sum():
+    routes = Ring(traffic.schedule).permutations()
+    pairs = sum(len(pairs) * times for pairs, times in routes)
+    sent = pairs * found[0].num_bytes if found else 0
+    point_to_point = {(c.kind, c.num_bytes) for c in found} == {("collective-permute", found[0].num_bytes)}
+    as_planned = Counter(c.pairs for c in found) == Counter(pairs for pairs, _ in routes)
+    if not (point_to_point and as_planned and sent == traffic.padded.sum()):
         raise RuntimeError(f"predicted {traffic.padded.sum():.0f} bytes point to point, compiled {sent}: {found}")
     reduced = compiled(config, traffic, "synchronous")
     gradient = sum(c.num_bytes for c in reduced)
@@ -111,7 +117,6 @@ def check(config: Config, traffic: Traffic) -> str:
     share = gradient * 2 * (N - 1) / N / traffic.all_reduce[0].sum()
     if {c.kind for c in reduced} != {"all-reduce"} or not 0.99 <= share <= 1:
         raise RuntimeError(f"predicted one all-reduce of the gradient, compiled {reduced}")
-    pairs = sum(len(c.pairs) for c in found)
     return (
         f"compiled: replicated holds collective-permute only, {pairs} messages of {found[0].num_bytes:,} bytes a step "
         f"(padded to the largest stage); dp holds all-reduce only, {gradient:,} bytes"

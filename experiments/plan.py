@@ -2,7 +2,7 @@
 
 ``python -m experiments.plan --model vit_b16 --devices 16 --memory 80 --bandwidth 100 --latency 10`` says what fits, which
 is best, and why, and draws the step time against the number of devices. Nothing is run or compiled: bytes come from shapes,
-times from latency, bandwidth and the schedule (``cyclic_jax/planning``). FSDP and zero are estimates.
+times from latency, bandwidth and the schedule (``cyclic_jax/planning``). FSDP is an estimate.
 
 All times are for one micro-batch of B rows a device. A model of L layers gives at most L stages; on more devices, rings of n stages
 run side by side. Of all n that divide the devices each way takes the fastest that fits; where none does, some devices are idle.

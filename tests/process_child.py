@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 
 import cyclic_jax as cj
 from tests import problems
+from tests.quick_compile import compile_quickly
 
 STEPS, ROWS, DEVICES = 3, 2, 4  # devices of each process
 
@@ -115,5 +115,5 @@ def main(process: int, processes: int, port: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    compile_quickly()
     main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -6,6 +6,7 @@ tick has several beats where short ops share it). In block b worker i does block
 along the ring is needed exactly one block later, in the same beat.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,6 +88,16 @@ class Ring:
             if op is not None and (op.kind, op.stage, worker) in self._riding:
                 found.append((worker, (worker + 1) % N))
         return tuple(found)
+
+    def permutations(self) -> list[tuple[Pairs, int]]:
+        """Of each permutation in the program, its pairs and how often a period runs it: blocks that are alike share one."""
+        found: list[tuple[Pairs, int]] = []
+        last = self.schedule.num_workers - 1
+        for beat in range(len(self.beats)):
+            routes = Counter(self.pairs(beat, block) for block in range(self.schedule.num_workers))
+            found += [(pairs, times) for pairs, times in routes.items() if pairs]
+            found += [(((last, h.receiver),), 1) for h in self.hand_offs(beat) if h.receiver != last]
+        return found
 
     @cached_property
     def first_users(self) -> tuple[int, ...]:

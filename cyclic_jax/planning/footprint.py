@@ -7,17 +7,24 @@ and of messages; the tests compare both with the compiler's figures.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import optax
 
 from cyclic_jax.executors.interleaved_memory import held_by_turn, tree_bytes
 from cyclic_jax.executors.lanes import Lanes
 from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.executors.ring import Ring
+from cyclic_jax.executors.shares import make_shares
 from cyclic_jax.executors.slots import Slots, per_stage
 from cyclic_jax.executors.stage_op import split
+from cyclic_jax.executors.streams import Streams
 from cyclic_jax.planning.work import Work
+from cyclic_jax.rules import UpdateRule
 from cyclic_jax.schedule import Schedule
+
+PyTree = Any
 
 SCALARS = 4 + 4 + 8  # step, calls, the run's key
 
@@ -97,19 +104,21 @@ def replicated(work: Work, schedule: Schedule) -> Footprint:
     )
 
 
-def zero(work: Work) -> Footprint:
-    """An estimate: the executor is not here yet to compare it with.
+def zero(work: Work, schedule: Schedule) -> Footprint:
+    """Parameters and optimizer state of the stages that a device owns, each padded to the largest of its rank.
 
-    The owner's stage (padded to the largest) and its optimizer state; two streams of parameters and one of gradients, each
-    with a box that is used and one that is on its way; the activations of one micro-batch.
+    Beside them for each beat of the ring a stage of parameters and a sum on their way, the finished sums that wait, and the
+    activations of one micro-batch. For the freshest rule of the table.
     """
-    largest = max(work.params_bytes)
+    ring, payload = Ring(schedule), PayloadFormat(work.structs[0]).num_bytes
+    beats, waiting = len(ring.beats), max(ring.boxes) + 1
     return Footprint(
-        states=largest + per_stage(work.opt_states).num_bytes + _sizes(work)[2] + SCALARS,
+        states=_owned(work, Streams.of(ring, UpdateRule.freshest(schedule))) + _sizes(work)[2] + SCALARS,
         activations=_one_micro_batch(work),
-        payloads=6 * largest,
+        payloads=(2 * beats + waiting) * payload,
         batch=tree_bytes(work.batch),
-        working=work.working + 2 * largest,
+        working=work.working
+        + 3 * payload,  # copies: the version seen, a stream and a sum on both sides of a permutation
     )
 
 
@@ -125,8 +134,8 @@ def one_stage(work: Work, schedule: Schedule, replicas: Sequence[int]) -> Footpr
         activations=_residuals(work, waiting),
         payloads=(2 if several else 1) * gradients + 2 * messages,
         batch=tree_bytes(work.batch),
-        # copies: the version seen, the finished sum, the version updated; messages on both sides of a permutation
-        working=work.working + 3 * gradients + optimizer // 3 + (2 if several else 3) * messages,
+        # copies: the finished sum, the version updated; messages on both sides of a permutation
+        working=work.working + 2 * gradients + optimizer // 3 + (2 if several else 3) * messages,
     )
 
 
@@ -141,7 +150,7 @@ def flushed(work: Work, micro_batches: int, order: str) -> Footprint:
         activations=_residuals(work, waiting),
         payloads=gradients + 2 * messages,
         batch=-(-M // S) * tree_bytes(work.batch),
-        working=work.working + 2 * gradients + optimizer // 3 + (2 if order == "gpipe" else 3) * messages,
+        working=work.working + gradients + optimizer // 3 + (2 if order == "gpipe" else 3) * messages,
     )
 
 
@@ -176,6 +185,18 @@ def _all_at_once(work: Work, states: int, made: int = 0) -> Footprint:
     backward = work.working + params - max(work.params_bytes)  # gradients of all stages are held at its end
     working = max(backward, 2 * params - activations)
     return Footprint(states, activations, made, tree_bytes(work.batch), working, between_steps=False)
+
+
+def _owned(work: Work, streams: Streams) -> int:
+    """Parameters and optimizer state on a device of the ZeRO executor."""
+
+    def update(gradient: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = work.optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    stages = {rank: [j for j, r in enumerate(streams.ranks) if r == rank] for rank in set(streams.ranks)}
+    shares = [make_shares(work.optimizer.init, update, work.structs[0], owned) for owned in stages.values()]
+    return sum(tree_bytes(jax.eval_shape(share.empty)) for share in shares)
 
 
 def _one_micro_batch(work: Work) -> int:

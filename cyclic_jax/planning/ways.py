@@ -182,7 +182,7 @@ WAYS: tuple[Way, ...] = (
     Way("1F1B, M = n", _each, *_flushed("1f1b", 1)),
     Way("1F1B, M = 4n", _each, *_flushed("1f1b", 4)),
     Way("replicated", _each, lambda w, m: footprint.replicated(w, Schedule.cyclic(w.num_stages)), _replicated),
-    Way("zero", _each, lambda w, m: footprint.zero(w), _zero),
+    Way("zero", _each, lambda w, m: footprint.zero(w, Schedule.cyclic(w.num_stages)), _zero),
     Way("pipeline", _each, _one_stage(replicas=False), _pipeline),
     Way("model_parallel", lambda n: n * (n + 1) // 2, _one_stage(replicas=True), _model_parallel, MAX_WORKERS),
     Way("interleaved", _each, lambda w, m: footprint.interleaved(w, Schedule.cyclic(w.num_stages)), _interleaved),

@@ -17,7 +17,7 @@ from tests import problems
 
 OPTIMIZERS = {"sgd": optax.sgd(0.01, momentum=0.9), "adam": optax.adam(1e-3)}
 CASES = {"activations": (512, 64, 2, "sgd"), "parameters": (64, 256, 3, "adam")}  # B, width, N, optimizer
-KINDS = ("data parallel", "synchronous", "replicated", "pipeline", "model_parallel", "gpipe", "1f1b")
+KINDS = ("data parallel", "synchronous", "replicated", "zero", "pipeline", "model_parallel", "gpipe", "1f1b")
 
 
 @functools.cache
@@ -38,6 +38,7 @@ def predicted(kind: str, w: Work) -> Footprint:
         "data parallel": lambda: footprint.data_parallel(w),
         "synchronous": lambda: footprint.synchronous(w),
         "replicated": lambda: footprint.replicated(w, table(kind, n)),
+        "zero": lambda: footprint.zero(w, table(kind, n)),
         "pipeline": lambda: footprint.one_stage(w, table(kind, n), [1] * n),
         "model_parallel": lambda: footprint.one_stage(w, table(kind, n), range(n, 0, -1)),
         "interleaved": lambda: footprint.interleaved(w, table(kind, n)),
@@ -100,7 +101,7 @@ def test_what_the_parts_are():
     assert predicted("pipeline", w).states == pytest.approx(4 * max(w.params_bytes), rel=0.01)
     shares = [footprint.fsdp(w, members).states for members in (1, 4)]
     assert shares[0] == pytest.approx(4 * shares[1], rel=0.01)
-    assert footprint.zero(w).states == pytest.approx(3 * max(w.params_bytes), rel=0.01)
+    assert predicted("zero", w).states == pytest.approx(3 * max(w.params_bytes), rel=0.01)
     # padded dtype by dtype, so a little above the largest stage
     assert predicted("gpipe", w).activations == pytest.approx(3 * max(w.residual_bytes), rel=0.05)
     assert footprint.flushed(w, 12, "gpipe").activations == 4 * predicted("gpipe", w).activations

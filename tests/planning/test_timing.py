@@ -113,5 +113,7 @@ def test_machines_that_are_none(name, value):
 
 
 def test_unknown_messages():
-    with pytest.raises(ValueError, match="moving='words': expected one of gradients, states, activations"):
+    with pytest.raises(
+        ValueError, match="moving='words': expected one of gradients, states, delayed_states, activations"
+    ):
         cj.Schedule.cyclic(2).makespan(1, 2, moving="words")
