@@ -61,11 +61,11 @@ class NotedWork(StageWork):
         """Take a note, then read the parameters."""
         kind, events = self.kind, self.events
 
-        def note(device: Any, tick: Any, group: Any, m: Any) -> None:
-            events.append(Event(int(device), int(tick), kind, j, (int(group), int(m))))
+        def note(device: Any, tick: Any, stage: Any, group: Any, m: Any) -> None:
+            events.append(Event(int(device), int(tick), kind, int(stage), (int(group), int(m))))
 
         device = self.group * jax.lax.axis_size(CYCLIC) + jax.lax.axis_index(CYCLIC)
-        jax.debug.callback(note, device, self.tick, self.group, self.step(t) * self.N + i)
+        jax.debug.callback(note, device, self.tick, self.stage(j), self.group, self.step(t) * self.N + i)
         return super().seen(memory, j, t, i)
 
     def step(self, t: jax.Array) -> jax.Array:

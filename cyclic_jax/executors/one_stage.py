@@ -4,7 +4,8 @@ Stage j lives on ``replicas[j]`` devices in a row (one, in the pipeline); micro-
 ``replicas[j]`` from its forward to its backward.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cyclic_jax.executors.alike import alike
 from cyclic_jax.executors.base import Batch, Loss
 from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory, in_turn
-from cyclic_jax.executors.lanes import Lanes
+from cyclic_jax.executors.lanes import Lanes, Turn
 from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.slots import Slots, Vectors, per_stage
 from cyclic_jax.executors.stage_op import split
@@ -63,6 +65,8 @@ class OneStage(Staggered):
         self.opt_states = per_stage([jax.eval_shape(self.optimizer.init, p) for p in params])
         self.first = np.concatenate([[0], np.cumsum(replicas)])  # the first device of each stage
         self._batch_layout = NamedSharding(mesh, DEVICES)
+        if max(replicas) == 1:
+            self._first_layer = jax.ShapeDtypeStruct((), jnp.int32)
         self._compile(DEVICES)
 
     # ---- canonical state <-> carry --------------------------------------------------------------------------
@@ -173,7 +177,13 @@ class OneStage(Staggered):
             residuals=self.residual_slots,
             messages=self.messages,
             replicas=self.replicas,
+            alike=self.alike,
         )
+
+    @property
+    def alike(self) -> tuple[int, ...] | None:
+        """For each stage the first one that runs the same program; ``None`` where a stage has several devices."""
+        return alike(self.ops, self.structs[0]) if self._first_layer is not None else None
 
     def _run(self, carry: StaggeredCarry, batch: Batch | None) -> Memory:
         memory: Memory = jax.tree.map(lambda leaf: leaf[0], {**carry.held, **(carry.flight or {})})
@@ -196,14 +206,27 @@ class OneStage(Staggered):
         raise NotImplementedError
 
     def _phase(self, work: StageWork, memory: Memory, phase: int, b: jax.Array, begun: jax.Array) -> Memory:
-        """This device's op of a phase, if it has one."""
-        device = jax.lax.axis_index(CYCLIC)
+        """This device's op of a phase, if it has one; stages that are alike have one program together."""
+        shares, programs = work.plan.alike or range(len(self.ops)), defaultdict[tuple[str, int], list[Turn]](list)
         for turn in self.lanes.turns[phase]:
-            j, m = turn.op.stage, b - turn.age
-            mine = (device == int(self.first[j]) + m % self.replicas[j]) & (m >= 0) & (m < begun)
-            run = work.forward if turn.op.kind == FORWARD else work.backward
-            memory = run(memory, j, m, mine)
+            programs[turn.op.kind, shares[turn.op.stage]].append(turn)
+        device = jax.lax.axis_index(CYCLIC)
+        for (kind, _), turns in programs.items():
+            j, (m, here) = turns[0].op.stage, self._turn(turns, device, b)
+            run = work.forward if kind == FORWARD else work.backward
+            memory = run(memory, j, m, here & (m >= 0) & (m < begun))
         return memory
+
+    def _turn(self, turns: Sequence[Turn], device: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The micro-batch of block b's turn on a device, and whether there is one."""
+        if len(turns) == 1:
+            m = b - turns[0].age
+            j = turns[0].op.stage
+            return m, device == int(self.first[j]) + m % self.replicas[j]
+        ages, here = np.zeros(len(self.ops), np.int32), np.zeros(len(self.ops), bool)
+        for turn in turns:
+            ages[turn.op.stage], here[turn.op.stage] = turn.age, True
+        return b - jnp.asarray(ages)[device], jnp.asarray(here)[device]
 
     def _metrics(self, losses: Memory) -> Metrics:
         """The last device of each group has them all."""

@@ -26,12 +26,16 @@ Policy = Callable[..., bool]
 
 
 class Inputs(NamedTuple):
-    """What a forward reads beside the parameters. ``targets`` is ``None`` for all stages but the last."""
+    """What a forward reads beside the parameters. ``targets`` is ``None`` for all stages but the last.
+
+    ``first_layer`` is the number of the stage's first layer, int32, where several stages share one program; else ``None``.
+    """
 
     x: PyTree
     state: PyTree
     key: jax.Array
     targets: PyTree
+    first_layer: jax.Array | None = None
 
 
 class StageOp:
@@ -54,8 +58,8 @@ class StageOp:
     def trace(self, params: PyTree, inputs: Inputs) -> None:
         """Learn the structure of the residuals from structs; nothing is executed.
 
-        Sets ``residual_structs``, ``output_struct``, and where a residual is a leaf of the stage's input ``x`` or of its output:
-        ``input_residuals`` and ``output_residuals``, dicts from a leaf's place to the residual's.
+        Sets ``inputs_struct``, ``residual_structs``, ``output_struct``, and where a residual is a leaf of the stage's input ``x``
+        or of its output: ``input_residuals`` and ``output_residuals``, dicts from a leaf's place to the residual's.
         """
         structure = None
 
@@ -80,7 +84,7 @@ class StageOp:
             {k: place[value] for k, value in enumerate(leaving) if value in place}
             for leaving in (entering, values[len(leaves) :])
         )
-        self._inputs_struct = jax.eval_shape(lambda inputs: inputs, inputs)
+        self.inputs_struct = jax.eval_shape(lambda inputs: inputs, inputs)
 
     @property
     def residual_bytes(self) -> int:
@@ -103,7 +107,7 @@ class StageOp:
             return self._prepare(self._backward)(params, residuals, cotangent)
 
     def _backward(self, params: PyTree, residuals: list[jax.Array], cotangent: PyTree) -> tuple[PyTree, PyTree]:
-        anything = jax.tree.map(_zeros, self._inputs_struct)
+        anything = jax.tree.map(_zeros, self.inputs_struct)
         leaves = jax.tree.leaves(self._vjp(params, anything)[1])
         for k, place in self._copies.items():
             leaves[k] = residuals[place]
@@ -115,7 +119,7 @@ class StageOp:
 
         def f(params: PyTree, differentiable: PyTree) -> tuple[PyTree, PyTree]:
             x = merge(differentiable, rest) if self.stage.index else inputs.x
-            y, state = self.stage.apply(params, inputs.state, x, key=inputs.key, train=True)
+            y, state = self.stage.apply(params, inputs.state, x, key=inputs.key, train=True, start=inputs.first_layer)
             if self.loss is not None:
                 return self.loss(y, inputs.targets), (None, state)
             y, integers = split(y)
@@ -127,12 +131,12 @@ class StageOp:
         return (y if self.loss is not None else merge(y, integers)), vjp, state
 
 
-def trace_ops(model: StagedModel, ops: list[StageOp], x: PyTree, targets: PyTree) -> None:
-    """Trace every stage's op from the structs of one micro-batch, inputs and targets."""
+def trace_ops(model: StagedModel, ops: list[StageOp], x: PyTree, targets: PyTree, first_layer: Any = None) -> None:
+    """Trace every stage's op from the structs of one micro-batch, inputs and targets; ``first_layer`` as in :class:`Inputs`."""
     params, states = jax.eval_shape(model.init, jax.random.key(0))
     key = jax.eval_shape(lambda: jax.random.key(0))
     for op, p, state in zip(ops, params, states, strict=True):
-        op.trace(p, Inputs(x, state, key, targets if op.loss else None))
+        op.trace(p, Inputs(x, state, key, targets if op.loss else None, first_layer))
         x = op.output_struct
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cyclic_jax.executors.clock import Clock
 from cyclic_jax.executors.guard import Memory, when
-from cyclic_jax.executors.mesh import DATA
+from cyclic_jax.executors.mesh import CYCLIC, DATA
 from cyclic_jax.executors.slots import Slots
 from cyclic_jax.executors.stage_op import Inputs, StageOp
 from cyclic_jax.stages import worker_key
@@ -42,6 +42,7 @@ class Plan:
         gradients: the running sum of a step.
         residuals: from a micro-batch's forward to its backward.
         replicas: of each stage.
+        alike: for each stage the one whose program it shares (:mod:`.alike`); ``None`` where a stage has several devices.
         messages: what leaves a stage: entry j for the activation that enters stage j + 1, with the targets; entry S − 1 + j for the
             cotangent of what enters stage j + 1.
     """
@@ -57,6 +58,7 @@ class Plan:
     residuals: Slots
     messages: Slots
     replicas: tuple[int, ...]
+    alike: tuple[int, ...] | None = None
 
     @property
     def last(self) -> int:
@@ -66,6 +68,8 @@ class Plan:
 
 class StageWork:
     """The ops of stage j for micro-batch m; m counts from the start of the run, m = tN + i for worker i in step t.
+
+    Where stages are alike, j is one of them, and what runs is the device's own.
 
     Buffers: ``versions``, ``optimizer``, ``state``, ``gradient``, ``residuals``; ``mail`` holds what has arrived, ``out`` what
     will be sent; ``inputs`` is the next micro-batch, ``(inputs, targets)``; ``loss`` and ``loss_step`` are ``[N]``.
@@ -84,11 +88,11 @@ class StageWork:
             t, i = jnp.divmod(m, self.N)
             x, targets = plan.messages.read(j - 1, memory["mail"]) if j else memory["inputs"]
             key = worker_key(self.clock.key, self.clock.first_step + t, self.group * self.N + i)
-            inputs = Inputs(x, plan.states.read(j, memory["state"], i), key, targets if op.loss else None)
+            state, targets_here = plan.states.read(j, memory["state"], i), targets if op.loss else None
+            inputs = Inputs(x, state, key, targets_here, self.first_layer())
             y, state, residuals = op.forward(self.seen(memory, j, t, i), inputs)
-            slot = m % plan.residuals.counts[j] if plan.residuals.counts[j] > 1 else 0
             changed = {
-                "residuals": plan.residuals.write(j, memory["residuals"], residuals, slot),
+                "residuals": plan.residuals.write(j, memory["residuals"], residuals, self.slot(j, m)),
                 "state": plan.states.write(j, memory["state"], state, i),
             }
             if op.loss:
@@ -108,8 +112,7 @@ class StageWork:
 
         def body(memory: Memory) -> Memory:
             t, i = jnp.divmod(m, self.N)
-            slot = m % plan.residuals.counts[j] if plan.residuals.counts[j] > 1 else 0
-            residuals = plan.residuals.read(j, memory["residuals"], slot)
+            residuals = plan.residuals.read(j, memory["residuals"], self.slot(j, m))
             cotangent = jnp.ones_like(memory["loss"][0]) if op.loss else self.arrived_cotangent(memory, j)
             gradient, cotangent = op.backward(self.seen(memory, j, t, i), residuals, cotangent)
             # never by multiplying: what the first worker finds in the sum may be anything
@@ -121,9 +124,27 @@ class StageWork:
 
         return when(mine, body, memory, changes)
 
+    def stage(self, j: int) -> jax.Array | int:
+        """Which of the stages like j is at work: with one device a stage, it has the device's number."""
+        shared = self.plan.alike is not None and self.plan.alike.count(self.plan.alike[j]) > 1
+        return jax.lax.axis_index(CYCLIC) if shared else j
+
+    def first_layer(self) -> jax.Array | None:
+        """The number of the first layer of this device's stage, if programs are shared."""
+        if self.plan.alike is None:
+            return None
+        return jnp.asarray([op.stage.start for op in self.plan.ops], jnp.int32)[jax.lax.axis_index(CYCLIC)]
+
+    def slot(self, j: int, m: jax.Array) -> jax.Array | int:
+        """Where micro-batch m's residuals wait."""
+        counts, stage = self.plan.residuals.counts, self.stage(j)
+        if isinstance(stage, int):
+            return m % counts[j] if counts[j] > 1 else 0
+        return m % jnp.asarray(counts, m.dtype)[stage]
+
     def seen(self, memory: Memory, j: int, t: jax.Array, i: jax.Array) -> PyTree:
         """The version of stage j that worker i sees in step t."""
-        delayed = jnp.asarray(~self.plan.fresh[:, j])[i].astype(t.dtype)
+        delayed = jnp.asarray(~self.plan.fresh)[i, self.stage(j)].astype(t.dtype)
         return self.plan.versions.read(j, memory["versions"], (t - delayed) % 2)
 
     def arrived_cotangent(self, memory: Memory, j: int) -> PyTree:

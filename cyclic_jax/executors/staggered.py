@@ -179,6 +179,8 @@ class Staggered:
         self._trace(batch)
         return StaggeredCarry(**parts, flight=put(self._shardings.flight, jax.eval_shape(self._flight)))
 
+    _first_layer: jax.ShapeDtypeStruct | None = None  # where stages that are alike share a program
+
     # ---- shared parts ---------------------------------------------------------------------------------------
 
     _batch_layout: NamedSharding  # as batch_sharding; or over more devices, those that it lacks holding no rows
@@ -197,7 +199,7 @@ class Staggered:
 
         structs = self._micro_batch(batch)
         if self._traced != structs:
-            trace_ops(self.model, self.ops, *structs)
+            trace_ops(self.model, self.ops, *structs, first_layer=self._first_layer)
             self._traced = structs
 
     def _device_step(self, carry: StaggeredCarry, batch: Batch) -> tuple[StaggeredCarry, Memory]:

@@ -48,7 +48,14 @@ class Stage:
         return tuple(params), tuple(states)
 
     def apply(
-        self, params: PyTree, state: PyTree, x: PyTree, *, key: Key | None = None, train: bool = True
+        self,
+        params: PyTree,
+        state: PyTree,
+        x: PyTree,
+        *,
+        key: Key | None = None,
+        train: bool = True,
+        start: jax.Array | None = None,
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """One forward pass of this stage.
 
@@ -58,13 +65,15 @@ class Stage:
             x: what the previous stage gave, leading axis B.
             key: the worker's key (:func:`worker_key`); each layer folds in its index in the whole model.
             train: training or evaluation.
+            start: number of the first layer, int32; ``None`` for this stage's own.
 
         Returns:
             ``(y, new_state)``.
         """
         new_state = []
-        for index, (layer, p, s) in enumerate(zip(self.layers, params, state, strict=True), self.start):
-            layer_key = None if key is None else jax.random.fold_in(key, index)
+        first = self.start if start is None else start
+        for index, (layer, p, s) in enumerate(zip(self.layers, params, state, strict=True)):
+            layer_key = None if key is None else jax.random.fold_in(key, first + index)
             x, s = layer.apply(p, s, x, key=layer_key, train=train)
             new_state.append(s)
         return x, tuple(new_state)
