@@ -1,8 +1,8 @@
 """Sharded data parallelism with collectives, the baselines: fully sharded (FSDP, ZeRO-3), and optimizer states only (ZeRO-1).
 
-Each stage's parameters lie in flat vectors that all workers share evenly. Fully sharded, a stage is gathered before its forward and
-again before its backward, and its gradient is reduced and scattered; with ZeRO-1 everybody has the parameters, gradients are
-reduced and scattered, and updated shards are gathered at the end. The optimizer must work entry by entry.
+Fully sharded, each stage's parameters lie in flat vectors that all workers share evenly; a stage is gathered before its forward and
+again before its backward, and its gradient is reduced and scattered. With ZeRO-1 everybody has the parameters: gradients are
+reduced and scattered, every worker updates its part, and the parts are gathered at the end. The optimizer must work entry by entry.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ WORKERS, EVERYWHERE = PartitionSpec("cyclic"), PartitionSpec()
 
 
 class Carry(NamedTuple):
-    """Shards and statistics have a leading axis over workers; ``params`` is empty when fully sharded."""
+    """Shards and statistics have a leading axis over workers; there are either ``params`` (ZeRO-1) or ``shards``."""
 
     step: jax.Array
     key: jax.Array
@@ -56,7 +56,9 @@ class Sharded:
         step = jax.shard_map(
             self._step, mesh=mesh, in_specs=(specs, WORKERS), out_specs=(specs, WORKERS), check_vma=False
         )
-        self._jitted = jax.jit(step, donate_argnums=0)
+        # this pass of XLA's CPU compiler removes the barrier between the two gathers of a stage, and then they become one, kept
+        options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if fully and platform == "cpu" else None
+        self._jitted = jax.jit(step, donate_argnums=0, compiler_options=options)
 
     def init(self, state: cj.TrainState) -> Carry:
         """Spread over the devices."""
@@ -64,7 +66,7 @@ class Sharded:
         def spread(state: cj.TrainState) -> Carry:
             shards = tuple(self._shards(j, params) for j, params in enumerate(state.params))
             opt_state = jax.vmap(self.optimizer.init)(shards)
-            params = jax.tree.map(jnp.copy, () if self.fully else state.params)
+            params, shards = ((), shards) if self.fully else (jax.tree.map(jnp.copy, state.params), ())
             return Carry(jnp.copy(state.step), state.key, params, shards, opt_state, state.model_state)
 
         return jax.jit(spread, out_shardings=self._shardings)(state)
@@ -80,9 +82,8 @@ class Sharded:
     def carry_struct(self, state: cj.TrainState) -> Carry:
         """Structs of what ``init`` makes of such a state."""
         structs = jax.eval_shape(lambda s: jax.vmap(self.optimizer.init)(s), self._shard_structs())
-        shapes = Carry(
-            state.step, state.key, () if self.fully else state.params, self._shard_structs(), structs, state.model_state
-        )
+        params, shards = ((), self._shard_structs()) if self.fully else (state.params, ())
+        shapes = Carry(state.step, state.key, params, shards, structs, state.model_state)
         put = lambda sharding, part: jax.tree.map(  # noqa: E731
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
         )
@@ -90,6 +91,8 @@ class Sharded:
 
     def params(self, carry: Carry) -> tuple[Any, ...]:
         """The parameters, one pytree a stage."""
+        if not self.fully:
+            return carry.params
         whole = [jax.tree.map(lambda leaf: leaf.reshape(-1), shard) for shard in carry.shards]
         return tuple(f.unpack(0, flat) for f, flat in zip(self.formats, whole, strict=True))
 
@@ -113,7 +116,7 @@ class Sharded:
         trace_ops(self.model, self.ops, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch))
         key = worker_key(carry.key, carry.step, jax.lax.axis_index("cyclic"))
         own = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
-        shards, states, x = own(carry.shards), list(own(carry.model_state)), batch[0]
+        shards, states, x = self._own_shards(carry), list(own(carry.model_state)), batch[0]
         see = (lambda j: self._gathered(j, shards[j])) if self.fully else (lambda j: carry.params[j])
         kept = []
         for j, op in enumerate(self.ops):
@@ -134,5 +137,14 @@ class Sharded:
         shards = optax.apply_updates(shards, updates)
         params = () if self.fully else tuple(self._gathered(j, shard) for j, shard in enumerate(shards))
         leading = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)  # noqa: E731
-        carry = Carry(carry.step + 1, carry.key, params, leading(shards), leading(opt_state), leading(tuple(states)))
+        shards = leading(shards) if self.fully else ()
+        carry = Carry(carry.step + 1, carry.key, params, shards, leading(opt_state), leading(tuple(states)))
         return carry, loss[None]
+
+    def _own_shards(self, carry: Carry) -> Any:
+        if self.fully:
+            return jax.tree.map(lambda leaf: leaf[0], carry.shards)
+        worker = jax.lax.axis_index("cyclic")
+        return tuple(
+            jax.tree.map(lambda leaf: leaf[worker], self._shards(j, params)) for j, params in enumerate(carry.params)
+        )
