@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cyclic_jax.schedule import Schedule
+from cyclic_jax.schedule import BACKWARD, Schedule
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
@@ -77,8 +77,7 @@ def cyclic_traffic(schedule: Schedule, stage_bytes: Sequence[int]) -> np.ndarray
         >>> cyclic_traffic(Schedule.cyclic(2), [10, 10]).tolist()
         [[0.0, 10.0, 10.0, 10.0], [10.0, 0.0, 10.0, 0.0]]
     """
-    if len(stage_bytes) != schedule.num_stages:
-        raise ValueError(f"{len(stage_bytes)} stage sizes for {schedule.num_stages} stages")
+    _check_sizes(schedule, stage_bytes)
     traffic = np.zeros((schedule.num_workers, schedule.period))
     for message in schedule.messages("gradients"):
         traffic[message.sender, message.tick] += stage_bytes[message.stage]
@@ -93,3 +92,55 @@ def all_reduce_traffic(num_workers: int, period: int, stage_bytes: Sequence[int]
     traffic = np.zeros((num_workers, period))
     traffic[:, -1] = 2 * (num_workers - 1) / num_workers * sum(stage_bytes)
     return traffic
+
+
+def zero_cdp_traffic(
+    schedule: Schedule, stage_bytes: Sequence[int], *, gradient_bytes: Sequence[int] | None = None, delayed: bool = False
+) -> np.ndarray:
+    """Bytes ``[N, period]`` that each worker sends at the end of each tick, with sharded states that travel point to point.
+
+    Two streams of parameters and one of gradient sums (``schedule.messages("states")``).
+
+    Args:
+        schedule: of the ZeRO executor.
+        stage_bytes: of each stage's parameters, as they travel.
+        gradient_bytes: of each stage's gradient; by default as many.
+        delayed: under ``cdp-v1``, where owners send in the place of worker N−1.
+
+    Examples:
+        >>> zero_cdp_traffic(Schedule.cyclic(2), [10, 10]).tolist()
+        [[10.0, 10.0, 20.0, 20.0], [20.0, 10.0, 10.0, 10.0]]
+    """
+    gradient_bytes = stage_bytes if gradient_bytes is None else gradient_bytes
+    for sizes in (stage_bytes, gradient_bytes):
+        _check_sizes(schedule, sizes)
+    traffic = np.zeros((schedule.num_workers, schedule.period))
+    for message in schedule.messages("delayed_states" if delayed else "states"):
+        size = stage_bytes if message.kind.endswith("_parameters") else gradient_bytes
+        traffic[message.sender, message.tick] += size[message.stage]
+    return traffic
+
+
+def zero_dp_traffic(schedule: Schedule, stage_bytes: Sequence[int]) -> np.ndarray:
+    """The same for fully sharded data parallelism (ZeRO-3, FSDP): all workers run the program of worker 0 at the same time.
+
+    When a tick ends, a backward's gradient is reduced and scattered, and the stage that the next op needs is gathered, before its
+    forward and again before its backward. By rings, each of the three sends (N − 1)/N of the stage's bytes per worker.
+
+    Examples:
+        >>> zero_dp_traffic(Schedule.cyclic(2), [10, 10]).tolist()
+        [[5.0, 5.0, 10.0, 10.0], [5.0, 5.0, 10.0, 10.0]]
+    """
+    _check_sizes(schedule, stage_bytes)
+    N, at_tick = schedule.num_workers, np.zeros(schedule.period)
+    for slot in schedule.program:
+        share = (N - 1) / N * stage_bytes[slot.op.stage]
+        at_tick[slot.start - 1] += share  # the first one at the end of the period before
+        if slot.op.kind == BACKWARD:
+            at_tick[slot.start + slot.length - 1] += share
+    return np.tile(at_tick, (N, 1))
+
+
+def _check_sizes(schedule: Schedule, stage_bytes: Sequence[int]) -> None:
+    if len(stage_bytes) != schedule.num_stages:
+        raise ValueError(f"{len(stage_bytes)} stage sizes for {schedule.num_stages} stages")

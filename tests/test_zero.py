@@ -157,27 +157,13 @@ def test_only_the_schedules_messages_travel(schedule, delayed):
     assert {pair for c in found for pair in c.pairs} == pairs(schedule, "delayed_states" if delayed else "states") | (
         {(N - 1, 0)} if delayed else set()  # in a run's first step
     )
-    travelling = Counter(pair for links in all_links(executor) for pair in links)
+    travelling = Counter(pair for links in executor.streams.permutations() for pair in links)
     wanted = Counter((m.sender, m.receiver) for m in schedule.messages("delayed_states" if delayed else "states"))
     assert travelling == wanted
 
 
 def pairs(schedule: cj.Schedule, moving: Any) -> set[tuple[int, int]]:
     return {(m.sender, m.receiver) for m in schedule.messages(moving)}
-
-
-def all_links(executor: ZeroExecutor) -> list[tuple[tuple[int, int], ...]]:
-    """Of one period in the steady state, as the executor sends."""
-    streams, links = executor.streams, []
-    for beat in range(len(streams.ring.beats)):
-        for block in range(streams.num_workers):
-            links += [streams.riding(beat, block, False), streams.sums(beat, block)]
-            stage = streams.from_owner(beat, block)
-            owner = None if stage is None else streams.owners[stage]
-            links.append(((owner, 0),) if owner else ())
-        hand_offs = streams.ring.hand_offs(beat)
-        links += [((streams.num_workers - 1, h.receiver),) for h in hand_offs if h.receiver != streams.num_workers - 1]
-    return links
 
 
 def test_hybrid_reduces_over_data_only():
