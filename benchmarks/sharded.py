@@ -25,8 +25,8 @@ WORKERS, EVERYWHERE = PartitionSpec("cyclic"), PartitionSpec()
 class Carry(NamedTuple):
     """Shards and statistics have a leading axis over workers; there are either ``params`` (ZeRO-1) or ``shards``."""
 
-    step: jax.Array
-    key: jax.Array
+    step: Any
+    key: Any
     params: Any
     shards: Any
     opt_state: Any
@@ -126,10 +126,9 @@ class Sharded:
         gradients = [Payload()] * len(self.ops)
         for j, op in reversed(list(enumerate(self.ops))):
             # the second gather waits for the cotangent: else the first one's result would be kept instead
-            params, cotangent = (
-                jax.lax.optimization_barrier((shards[j], cotangent)) if self.fully else (None, cotangent)
-            )
-            whole = self._gathered(j, params) if self.fully else see(j)
+            if self.fully:
+                shard, cotangent = jax.lax.optimization_barrier((shards[j], cotangent))
+            whole = self._gathered(j, shard) if self.fully else see(j)
             gradient, cotangent = op.backward(whole, kept[j], cotangent)
             scatter = partial(jax.lax.psum_scatter, axis_name="cyclic", tiled=True)
             gradients[j] = jax.tree.map(lambda v: scatter(v) / self.N, self._padded(j, gradient))  # noqa: B023

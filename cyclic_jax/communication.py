@@ -95,7 +95,11 @@ def all_reduce_traffic(num_workers: int, period: int, stage_bytes: Sequence[int]
 
 
 def zero_cdp_traffic(
-    schedule: Schedule, stage_bytes: Sequence[int], *, gradient_bytes: Sequence[int] | None = None, delayed: bool = False
+    schedule: Schedule,
+    stage_bytes: Sequence[int],
+    *,
+    gradient_bytes: Sequence[int] | None = None,
+    delayed: bool = False,
 ) -> np.ndarray:
     """Bytes ``[N, period]`` that each worker sends at the end of each tick, with sharded states that travel point to point.
 

@@ -1,16 +1,17 @@
-"""Gradient traffic over one training step: plain data parallelism against the cyclic schedule.
+"""Traffic over one training step: gradients, and sharded model states, by collectives against point to point.
 
 ``python -m experiments.communication`` prints bytes per worker (total, and the peak in one tick), checks them against the
-compiled programs, and draws them. The formulas are those of a ring all-reduce and of the schedule's own messages; the compiled
-programs are the synchronous executor's and the replicated executor's.
+compiled programs, and draws them. The formulas are those of collectives by rings and of the schedule's own messages; the compiled
+programs are the synchronous and the replicated executor's, the ZeRO executor's, and the baseline that gathers and scatters.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import matplotlib
@@ -22,13 +23,16 @@ import cyclic_jax as cj
 from cyclic_jax.communication import Collective, all_reduce_traffic, collectives, cyclic_traffic
 from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.executors.ring import Ring
+from experiments import state_traffic
+from experiments.state_traffic import StateTraffic
 
 matplotlib.use("Agg")
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Gradient traffic of one model."""
+    """Traffic of one model's gradients and states."""
 
     model: str = "tiny_resnet"
     """A key of cyclic_jax.models.MODELS."""
@@ -43,7 +47,7 @@ class Config:
     partition: Literal["flops", "params", "layers"] = "params"
     """What the stages are balanced by; params makes messages even."""
     check: bool = True
-    """Compile both programs and compare."""
+    """Compile the programs and compare."""
     out: Path = Path("runs/communication")
     """Folder for traffic.png."""
 
@@ -82,13 +86,17 @@ def compiled(config: Config, traffic: Traffic, executor: str) -> tuple[Collectiv
     """The collectives of one executor's compiled step."""
     dp = executor == "synchronous"
     rule = cj.UpdateRule.dp(*traffic.schedule.feasible.shape) if dp else cj.UpdateRule.freshest(traffic.schedule)
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    machine = cj.make_executor(
-        executor, traffic.model, _loss, optimizer, rule=rule, schedule=None if dp else traffic.schedule
+    schedule = None if dp else traffic.schedule
+    return _of_step(
+        config, traffic.model, cj.make_executor(executor, traffic.model, _loss, OPTIMIZER, rule=rule, schedule=schedule)
     )
-    state = cj.TrainState.create(traffic.model, optimizer, jax.random.key(0), num_workers=config.num_workers)
+
+
+def _of_step(config: Config, model: cj.StagedModel, machine: Any) -> tuple[Collective, ...]:
+    create = partial(cj.TrainState.create, model, OPTIMIZER, num_workers=config.num_workers)
     rows = 2 * config.num_workers
     batch = (np.zeros((rows, *config.image_shape), np.float32), np.zeros(rows, np.int32))
+    state = jax.eval_shape(lambda: create(jax.random.key(0)))
     return collectives(machine.lower(machine.carry_struct(state), batch).compile().as_text())
 
 
@@ -142,26 +150,40 @@ def table(traffic: Traffic) -> str:
     return "\n".join(rows)
 
 
-def plot(traffic: Traffic, path: Path) -> None:
-    """Bytes that all workers send at each tick of a step."""
+def plot(traffic: Traffic, states: StateTraffic, path: Path) -> None:
+    """Bytes that all workers send at each tick of a step: gradients above, model states below."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    ticks = np.arange(traffic.schedule.period)
-    for k, (name, sent) in enumerate((("dp: all-reduce", traffic.all_reduce), ("cdp: point to point", traffic.cyclic))):
-        axes.bar(ticks + 0.4 * (k - 0.5), sent.sum(axis=0) / 2**20, width=0.4, label=name)
-    axes.set(xlabel="tick of a training step", ylabel="MiB sent by all workers", xticks=ticks)
-    axes.legend()
+    figure, panels = plt.subplots(2, figsize=(7, 6), layout="constrained", sharex=True)
+    ways = {"dp: all-reduce": traffic.all_reduce, "cdp-v2: point to point": traffic.cyclic}
+    _bars(panels[0], "gradients (every worker holds all states)", ways)
+    ways = {"zero-dp: gather, scatter": states.gathered, "cdp-v2: point to point": states.cyclic["cdp-v2"]}
+    _bars(panels[1], "sharded states: parameters and gradients", ways)
+    panels[1].set(xlabel="tick of a training step", xticks=range(traffic.schedule.period))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
+def _bars(axes: Any, title: str, ways: dict[str, np.ndarray]) -> None:
+    for k, (name, sent) in enumerate(ways.items()):
+        ticks = np.arange(sent.shape[1])
+        axes.bar(ticks + 0.4 * (k - 0.5), sent.sum(axis=0) / 2**20, width=0.4, label=name)
+    axes.margins(y=0.3)  # room for the legend
+    axes.set(title=title, ylabel="MiB sent by all workers")
+    axes.legend()
+
+
 def run(config: Config) -> str:
-    """The table and, with ``config.check``, the line about the compiled programs."""
+    """Both tables and, with ``config.check``, the lines about the compiled programs."""
     traffic = predict(config)
+    states = state_traffic.predict(traffic.model, traffic.schedule)
     config.out.mkdir(parents=True, exist_ok=True)
-    plot(traffic, config.out / "traffic.png")
-    return table(traffic) + ("\n\n" + check(config, traffic) if config.check else "")
+    plot(traffic, states, config.out / "traffic.png")
+    parts = [table(traffic), *([check(config, traffic)] if config.check else []), state_traffic.table(states)]
+    if config.check:
+        of_step = partial(_of_step, config, traffic.model)
+        parts.append(state_traffic.check(states, _loss, OPTIMIZER, of_step))
+    return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -114,12 +114,12 @@ class Streams:
         ops = [self.ring.op(beat, block, worker) for worker in range(self.num_workers - 1)]
         return tuple((w, w + 1) for w, op in enumerate(ops) if op is not None and op.kind == BACKWARD)
 
-    def permutations(self) -> list[Pairs]:
-        """The pairs of each permutation that a period of the steady state runs."""
+    def permutations(self, first: bool = False) -> list[Pairs]:
+        """The pairs of each permutation that a period runs: the first one, or one of the steady state."""
         found: list[Pairs] = []
         for beat in range(len(self.ring.beats)):
             for block in range(self.num_workers):
-                found += [self.riding(beat, block, False), self.sums(beat, block), self._owner_sends(beat, block)]
+                found += [self.riding(beat, block, first), self.sums(beat, block), self._owner_sends(beat, block)]
             found += [((self.num_workers - 1, h.receiver),) for h in self.ring.hand_offs(beat)]
         return [kept for pairs in found if (kept := tuple(pair for pair in pairs if pair[0] != pair[1]))]
 
