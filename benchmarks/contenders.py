@@ -1,7 +1,7 @@
 """What the benchmark of step times runs: executors and baselines by name, with their data and their makespan."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -10,16 +10,19 @@ import optax
 import cyclic_jax as cj
 from benchmarks.data_parallel import DataParallel
 from benchmarks.flushed_pipeline import FlushedPipeline
+from benchmarks.sharded import Sharded
 
 TABLES = {
     "replicated": ("v1", "v2", "balanced"),
+    "zero": ("v1", "v2", "balanced"),
     "pipeline": ("v1", "v2", "one-op"),
     "model_parallel": ("v1", "v2", "one-op"),
     "synchronous": ("v1", "v2"),
     "interleaved": ("v1", "v2"),
 }
 FLUSHED = ("gpipe N", "gpipe 4N", "1f1b N", "1f1b 4N")
-NAMES = ("dp", "dp-mp", *FLUSHED, *(f"{table} {kind}" for kind, tables in TABLES.items() for table in tables))
+TOGETHER = ("dp", "zero1", "fsdp")
+NAMES = (*TOGETHER, "dp-mp", *FLUSHED, *(f"{table} {kind}" for kind, tables in TABLES.items() for table in tables))
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Setting:
     depth: int
     num_workers: int
     batch_per_worker: int
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """With momentum 0.9; or with two moments."""
+    partition: Literal["flops", "params"] = "flops"
+    """What the stages are balanced by."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +79,22 @@ def num_devices(name: str, num_workers: int) -> int:
 
 def contender(name: str, setting: Setting) -> Contender:
     """By name, ready to be compiled."""
-    if name == "dp":
-        return _data_parallel(setting)
+    if name in TOGETHER:
+        return _data_parallel(name, setting)
     if name == "dp-mp" or name in FLUSHED:
         return _flushed(name, setting)
     return _executor(name, setting)
 
 
-def _data_parallel(setting: Setting) -> Contender:
+def _data_parallel(name: str, setting: Setting) -> Contender:
     N = setting.num_workers
-    model = _model(setting, N)
-    executor = DataParallel(model, _loss, _optimizer(), N)
+    model, optimizer = _model(setting, N), _optimizer(setting)
+    if name == "dp":
+        executor: Any = DataParallel(model, _loss, optimizer, N)
+    else:
+        executor = Sharded(model, _loss, optimizer, N, fully=name == "fsdp")
     makespan = cj.Schedule.simultaneous(N, N).makespan(1, 2) / N
-    return Contender(executor, _state(model, N), _batch(model, N), N, makespan)
+    return Contender(executor, _state(setting, model, N), _batch(model, N), N, makespan)
 
 
 def _flushed(name: str, setting: Setting) -> Contender:
@@ -92,11 +102,11 @@ def _flushed(name: str, setting: Setting) -> Contender:
     model = _model(setting, N)
     order, _, times = name.partition(" ")
     M, groups = (1, N) if name == "dp-mp" else (4 * N if times == "4N" else N, 1)
-    executor = FlushedPipeline(model, _loss, _optimizer(), M, "1f1b" if order == "1f1b" else "gpipe", groups)
+    executor = FlushedPipeline(model, _loss, _optimizer(setting), M, "1f1b" if order == "1f1b" else "gpipe", groups)
     batch = _batch(model, M * groups)
     executor.prepare(batch)
     makespan = executor.schedule.makespan(1, 2, moving="activations") / (M * groups)
-    return Contender(executor, _state(model, M), batch, M * groups, makespan)
+    return Contender(executor, _state(setting, model, M), batch, M * groups, makespan)
 
 
 def _executor(name: str, setting: Setting) -> Contender:
@@ -105,8 +115,8 @@ def _executor(name: str, setting: Setting) -> Contender:
     model = _model(setting, 2 * N if table == "balanced" else N)
     schedule = _schedule(table, kind, N, model.num_stages)
     rule = cj.UpdateRule.cdp_v1(*schedule.feasible.shape) if table == "v1" else cj.UpdateRule.freshest(schedule)
-    executor = cj.make_executor(kind, model, _loss, _optimizer(), rule=rule, schedule=schedule)
-    return Contender(executor, _state(model, N), _batch(model, N), N, _makespan(kind, schedule))
+    executor = cj.make_executor(kind, model, _loss, _optimizer(setting), rule=rule, schedule=schedule)
+    return Contender(executor, _state(setting, model, N), _batch(model, N), N, _makespan(kind, schedule))
 
 
 def _schedule(table: str, kind: str, num_workers: int, num_stages: int) -> cj.Schedule:
@@ -138,19 +148,19 @@ def _model(setting: Setting, num_stages: int) -> cj.StagedModel:
     options = {"width": setting.width, "depth": setting.depth} if is_mlp else {}
     layers = cj.models.build(setting.model, num_classes=10, image_shape=shape, **options)
     example = jax.ShapeDtypeStruct((setting.batch_per_worker, *shape), np.float32)
-    return cj.partition(layers, min(num_stages, len(layers)), example=example)
+    return cj.partition(layers, min(num_stages, len(layers)), by=setting.partition, example=example)
 
 
-def _optimizer() -> optax.GradientTransformation:
-    return optax.sgd(0.01, momentum=0.9)
+def _optimizer(setting: Setting) -> optax.GradientTransformation:
+    return optax.adamw(1e-4) if setting.optimizer == "adamw" else optax.sgd(0.01, momentum=0.9)
 
 
 def _loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
 
 
-def _state(model: cj.StagedModel, num_workers: int) -> cj.TrainState:
-    return cj.TrainState.create(model, _optimizer(), jax.random.key(0), num_workers=num_workers)
+def _state(setting: Setting, model: cj.StagedModel, num_workers: int) -> cj.TrainState:
+    return cj.TrainState.create(model, _optimizer(setting), jax.random.key(0), num_workers=num_workers)
 
 
 def _batch(model: cj.StagedModel, micro_batches: int) -> Any:

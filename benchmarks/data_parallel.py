@@ -50,6 +50,15 @@ class DataParallel:
         """The step, lowered."""
         return self._jitted.lower(carry, jax.device_put(batch, self.batch_sharding))
 
+    def carry_struct(self, state: cj.TrainState) -> Carry:
+        """Structs of what ``init`` makes of such a state."""
+        opt_state = jax.eval_shape(self.optimizer.init, state.params)
+        carry = Carry(state.step, state.key, state.params, opt_state, state.model_state)
+        put = lambda sharding, part: jax.tree.map(  # noqa: E731
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+        )
+        return Carry(*(put(sharding, part) for sharding, part in zip(self._shardings, carry, strict=True)))
+
     def _step(self, carry: Carry, batch: Any) -> tuple[Carry, jax.Array]:
         key = worker_key(carry.key, carry.step, jax.lax.axis_index("cyclic"))
         statistics = jax.tree.map(lambda leaf: leaf[0], carry.model_state)

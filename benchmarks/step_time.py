@@ -5,7 +5,8 @@ medians, with the least beside them, and the ratio is that of the medians to the
 the micro-batches, so all times are those of one micro-batch of B rows: the step's divided by its micro-batches.
 
 ``gpipe`` and ``1f1b`` flush after N or 4N micro-batches; ``dp-mp`` is N copies of a model cut over N devices, one micro-batch each,
-on N² devices. The makespan is what the table promises for one micro-batch if all meet at each tick and B = 2F: 3.0 is the ideal.
+on N² devices; ``zero1`` and ``fsdp`` are plain data parallelism with sharded states, by collectives. The makespan is what the table
+promises for one micro-batch if all meet at each tick and B = 2F: 3.0 is the ideal.
 
 With more simulated devices than cores the wall time is total work; pinned to one core (``taskset -c 0``) it is exactly that, and
 cannot see waiting. With two workers, two cores and ``--one-thread`` (no threads inside an op) it can. The CPU time is total work in
@@ -39,8 +40,8 @@ class Config(Setting):
     batch_per_worker: int = 2048
     """B."""
     executors: tuple[str, ...] = ("dp", "v1 replicated", "v2 replicated", "balanced replicated")
-    """In this order; a table and an executor ("v2 pipeline", "one-op pipeline"), or dp, dp-mp, "gpipe N", "gpipe 4N", "1f1b N",
-    "1f1b 4N"."""
+    """In this order; a table and an executor ("v2 pipeline", "one-op pipeline"), or dp, zero1, fsdp, dp-mp, "gpipe N", "gpipe 4N",
+    "1f1b N", "1f1b 4N"."""
     repeats: int = 7
     """Timed rounds; in each, every executor makes one measurement."""
     steps: int = 2

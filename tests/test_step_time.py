@@ -1,5 +1,7 @@
 """The benchmark of step times: every row is what it says."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -16,6 +18,9 @@ PROMISED = {  # time of a micro-batch, two workers, in forwards of a stage
     "gpipe N": 4.5,
     "1f1b 4N": 3.375,
     "dp-mp": 3.0,
+    "fsdp": 3.0,
+    "balanced zero": 3.0,
+    "v1 zero": 4.0,
 }
 
 
@@ -26,6 +31,14 @@ def test_contenders(name):
     assert one.makespan == pytest.approx(PROMISED[name])
     assert jax.tree.leaves(one.batch)[0].shape[0] == 4 * one.micro_batches
     assert one.executor.batch_sharding.mesh.size <= num_devices(name, 2) <= 4
+
+
+def test_optimizer_and_partition_are_as_asked():
+    setting = Setting("residual_mlp", 8, 4, 2, 4, optimizer="adamw", partition="params")
+    one, other = contender("fsdp", setting), contender("v2 zero", dataclasses.replace(setting, optimizer="sgd"))
+    assert one.executor.model.boundaries == other.executor.model.boundaries
+    assert len(jax.tree.leaves(one.state.opt_state)) > 2 * len(jax.tree.leaves(one.state.params))
+    assert len(jax.tree.leaves(other.state.opt_state)) == len(jax.tree.leaves(one.state.params))
 
 
 def test_the_table_of_step_times(capsys):
@@ -53,5 +66,7 @@ def test_the_table_of_step_times(capsys):
 
 
 def test_an_unknown_contender():
-    with pytest.raises(SystemExit, match="unknown executor 'v3 pipeline': expected one of dp, dp-mp, gpipe N"):
+    with pytest.raises(
+        SystemExit, match="unknown executor 'v3 pipeline': expected one of dp, zero1, fsdp, dp-mp, gpipe N"
+    ):
         step_time.main(step_time.Config(executors=("v3 pipeline",)))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import cyclic_jax as cj
-from benchmarks.data_parallel import Carry, DataParallel
+from benchmarks.data_parallel import DataParallel
 from benchmarks.flushed_pipeline import FlushedPipeline
 from cyclic_jax.planning import Footprint, Work, footprint
 from tests import problems
@@ -54,8 +54,7 @@ def compiled(kind: str, w: Work) -> Any:
     state = jax.eval_shape(make)
     if kind == "data parallel":
         executor = DataParallel(w.model, problems.loss, optimizer, n)
-        opt_state = jax.eval_shape(optimizer.init, state.params)
-        carry = Carry(state.step, state.key, state.params, opt_state, state.model_state)
+        carry = executor.carry_struct(state)
     elif kind in ("gpipe", "1f1b"):
         executor = FlushedPipeline(w.model, problems.loss, optimizer, n, kind)
         executor.prepare(batch)
