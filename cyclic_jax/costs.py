@@ -36,9 +36,11 @@ def _layer_cost(layer: Layer, x: Struct, y: Struct) -> LayerCost:
 
 
 def describe(model: StagedModel) -> str:
-    """Each stage's layers, parameters, forward flops and activation bytes for the example micro-batch, as a table.
+    """Each stage's layers, parameters, forward flops and activation bytes for the example micro-batch, as a table, and what the
+    partition costs a ring.
 
-    Activation bytes are the outputs of the stage's layers; what a backward pass really keeps depends on the compiler.
+    Activation bytes are the outputs of the stage's layers; what a backward pass really keeps depends on the compiler. Where
+    parameters or gradients travel (``replicated``, ``zero``), every message is as large as the largest stage.
     """
     costs = layer_costs(model.layers, model.structs)
     rows = [("stage", "layers", "parameters", "MFLOP", "activation KiB", "names")]
@@ -55,4 +57,13 @@ def describe(model: StagedModel) -> str:
             )
         )
     widths = [max(len(row[c]) for row in rows) for c in range(5)]
-    return "\n".join("  ".join([*(row[c].rjust(widths[c]) for c in range(5)), row[5]]) for row in rows)
+    table = "\n".join("  ".join([*(row[c].rjust(widths[c]) for c in range(5)), row[5]]) for row in rows)
+    return f"{table}\n{_ring_cost(model)}"
+
+
+def _ring_cost(model: StagedModel) -> str:
+    params, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    stages = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stage)) for stage in params]
+    largest, total = max(stages), sum(stages)
+    factor = f" ({len(stages) * largest / total:.2f} times the parameters in all)" if total else ""
+    return f"messages of parameters or gradients are padded to {largest / 1024:,.1f} KiB each{factor}"

@@ -126,7 +126,19 @@ def test_boundaries_are_taken_as_given():
 
 def test_describe_adds_up():
     text = cj.partition(layers(WIDTHS), 2, example=X, boundaries=[(0, 1), (1, 5)]).describe()
-    assert [line.split()[:3] for line in text.splitlines()[1:]] == [["0", "0-0", "72"], ["1", "1-4", "2,424"]]
+    *stages, ring = text.splitlines()[1:]
+    assert [line.split()[:3] for line in stages] == [["0", "0-0", "72"], ["1", "1-4", "2,424"]]
+    # the larger stage has 2,424 float32 = 9.5 KiB; two of it are 4,848 of 2,496 parameters
+    assert ring == "messages of parameters or gradients are padded to 9.5 KiB each (1.94 times the parameters in all)"
+
+
+@pytest.mark.parametrize("name", ["replicated", "zero"])
+def test_describe_says_what_travels(name):
+    """As large as the messages of the executors that send it."""
+    model = cj.partition(layers(WIDTHS), 2, example=X, by="params")
+    executor = cj.make_executor(name, model, problems.loss, optax.sgd(0.1), rule=cj.UpdateRule.cdp_v2(2))
+    message = {"replicated": "format", "zero": "carried"}[name]
+    assert f"padded to {getattr(executor, message).num_bytes / 1024:,.1f} KiB" in model.describe()
 
 
 @pytest.mark.parametrize(
