@@ -1,7 +1,8 @@
 """Train update rules side by side on the same data and seeds.
 
 ``python -m experiments.accuracy`` trains a small ResNet on the embedded handwritten digits, on four simulated devices, under plain
-data parallelism (``dp``) and both cyclic rules. ``python -m experiments.accuracy PRESET --help`` lists every option; presets:
+data parallelism (``dp``) and both cyclic rules at once, and under ``cdp-v2`` again with the staggered ``replicated`` executor.
+``python -m experiments.accuracy PRESET --help`` lists every option; presets:
 digits (default), cifar10-resnet18, cifar10-resnet50, imagenet-resnet18, imagenet-resnet50.
 """
 

@@ -36,6 +36,8 @@ class Options:
     """What the stages are balanced by; pipeline_memory evens out what the devices of the pipeline executor hold."""
     executor: str = "synchronous"
     """How rules are realised that do not name their executor: a name that cyclic_jax.make_executor knows."""
+    stream_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters are rounded to while they travel between the devices of the zero executor."""
     devices: int | None = None
     """Simulated CPU devices of each process; by default together one for each worker. Without effect on GPUs and TPUs."""
     processes: Annotated[Processes, tyro.conf.OmitArgPrefixes] = field(default_factory=Processes)
@@ -181,6 +183,8 @@ def check(config: Options) -> None:
         raise ValueError("resume=True: name the folder to go on from with --checkpoint-dir")
     if not config.rules:
         raise ValueError("rules is empty: name at least one, such as cdp-v2")
+    if config.stream_dtype != "float32" and not any(rule_and_executor(config, r)[1] == "zero" for r in config.rules):
+        raise ValueError(f"stream_dtype={config.stream_dtype!r}: only the zero executor has streams, as in cdp-v2@zero")
     twice = [rule for rule in config.rules if config.rules.count(rule) > 1]
     if twice:
         raise ValueError(f"rule {twice[0]!r} is named {len(twice)} times: once is enough, seeds are set by --seeds")

@@ -97,7 +97,9 @@ def make_executors(
         if name == "synchronous" and shared is not None:
             executors[entry] = shared.with_rule(rule)
             continue
-        executors[entry] = cj.make_executor(name, model, cross_entropy, optimizer, rule=rule)
+        low = name == "zero" and config.stream_dtype != "float32"
+        options: dict[str, Any] = {"stream_dtype": jnp.dtype(config.stream_dtype)} if low else {}
+        executors[entry] = cj.make_executor(name, model, cross_entropy, optimizer, rule=rule, **options)
         shared = executors[entry] if name == "synchronous" else shared
     return executors
 

@@ -1,6 +1,7 @@
 """Executors: realisations of a rule, and of its schedule, on devices. One file each."""
 
 import difflib
+import inspect
 from typing import Any
 
 import optax
@@ -38,26 +39,32 @@ def make_executor(
     rule: UpdateRule,
     schedule: Schedule | None = None,
     mesh: Mesh | None = None,
+    **options: Any,
 ) -> Executor:
     """An executor by name.
 
     Args:
-        name: ``"synchronous"``: all workers at once, gradients averaged by all-reduce; any rule, any optimizer, any number of
-            devices that divides N. ``"replicated"``: workers staggered by the schedule, one device each, gradients point to
-            point; any rule that the schedule can run, any optimizer that treats each stage on its own. ``"interleaved"``: likewise,
-            but on one device, where the micro-batches take turns.
+        name: ``"synchronous"``: all workers at once, gradients averaged by all-reduce. The others are staggered by the schedule.
+            ``"replicated"``: a full copy on each of N devices, gradients point to point. ``"zero"``: states shared by N devices,
+            parameters and gradients point to point. ``"pipeline"``: a stage on each of N devices, micro-batches rotate.
+            ``"model_parallel"``: N(N+1)/2 devices that hold one micro-batch each. ``"interleaved"``: one device, micro-batches
+            take turns.
         model: from :func:`cyclic_jax.partition`.
         loss: ``loss(outputs, targets) -> scalar``, the mean over the micro-batch it is given.
-        optimizer: any optax transformation.
-        rule: which worker sees which version of which stage.
-        schedule: what to run, for the staggered executors (by default the cyclic one); for the synchronous one it is only
-            checked against the rule.
-        mesh: axes ``("cyclic",)`` or ``("data", "cyclic")``; by default one ring, over N devices or
-            (synchronous) as many as divide N, or (interleaved) one device.
+        optimizer: any optax transformation; for the staggered executors one that treats each stage on its own.
+        rule: which worker sees which version of which stage; for the staggered executors one that the schedule can run.
+        schedule: what to run, for the staggered executors (by default the cyclic one, for ``"pipeline"`` its period-3 table); for
+            the synchronous one it is only checked against the rule.
+        mesh: axes ``("cyclic",)`` or ``("data", "cyclic")``; by default one ring, over as many devices as the executor needs or
+            (synchronous) as many as divide N.
+        options: of that executor alone. ``residuals`` (all but ``"synchronous"``): ``"save"`` what the backward needs,
+            ``"recompute"`` it, or a ``jax.checkpoint`` policy. ``stream_dtype`` (``"zero"``): what parameters are rounded to
+            while they travel.
 
     Raises:
         ValueError: for an unknown name, a rule that does not fit the model, a schedule that cannot run the rule, or a
             mesh that does not fit the workers.
+        TypeError: for an option that this executor does not have.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, cyclic_jax as cj
@@ -74,4 +81,9 @@ def make_executor(
     if name not in EXECUTORS:
         near = difflib.get_close_matches(name, EXECUTORS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown executor {name!r}: did you mean {near!r}? Known: {', '.join(EXECUTORS)}")
-    return EXECUTORS[name](model, loss, optimizer, rule=rule, schedule=schedule, mesh=mesh)
+    has = set(inspect.signature(EXECUTORS[name]).parameters) - set(inspect.signature(make_executor).parameters)
+    for option in options:
+        if option not in has:
+            takes = ", ".join(sorted(has)) or "none"
+            raise TypeError(f"the {name} executor has no option {option!r}: it takes {takes}")
+    return EXECUTORS[name](model, loss, optimizer, rule=rule, schedule=schedule, mesh=mesh, **options)

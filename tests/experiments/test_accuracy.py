@@ -79,6 +79,21 @@ def test_a_rule_may_name_its_executor():
     assert replicated.test_accuracy == pytest.approx(synchronous.test_accuracy, abs=0.02)
 
 
+def test_streams_may_be_rounded():
+    """In the zero executor alone: the others go on as they were."""
+    config = dataclasses.replace(SMALL, rules=("cdp-v2", "cdp-v2@zero"), steps=20)
+    exact, low = (prepare(dataclasses.replace(config, stream_dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    losses = {
+        (name, k): train(s, name, 0, lambda *_: None).losses
+        for name in config.rules
+        for k, s in enumerate((exact, low))
+    }
+    assert losses["cdp-v2", 0] == losses["cdp-v2", 1]
+    np.testing.assert_allclose(losses["cdp-v2@zero", 0], losses["cdp-v2", 0], rtol=1e-3)
+    assert losses["cdp-v2@zero", 0] != losses["cdp-v2@zero", 1]
+    np.testing.assert_allclose(losses["cdp-v2@zero", 1], losses["cdp-v2", 0], rtol=0.2)
+
+
 def test_pictures_and_scalars_are_written(finished):
     import matplotlib.pyplot as plt
 
