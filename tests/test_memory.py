@@ -103,7 +103,7 @@ def test_layers_are_counted_alone():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-def test_uniform_stages_give_the_papers_ratio(n):
+def test_uniform_stages_give_the_exact_ratio(n):
     sizes = memory.stage_bytes(stack(block, n, n))
     found = memory.peaks(cj.Schedule.cyclic(n), sizes)
     assert found.ratio == (n + 1) / (2 * n)
