@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
+from cyclic_jax.executors.payload import PayloadFormat
 from cyclic_jax.stages.layer import Layer
 from cyclic_jax.stages.staged import StagedModel, Struct
 
@@ -62,8 +63,7 @@ def describe(model: StagedModel) -> str:
 
 
 def _ring_cost(model: StagedModel) -> str:
-    params, _ = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    stages = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stage)) for stage in params]
-    largest, total = max(stages), sum(stages)
-    factor = f" ({len(stages) * largest / total:.2f} times the parameters in all)" if total else ""
-    return f"messages of parameters or gradients are padded to {largest / 1024:,.1f} KiB each{factor}"
+    payload = PayloadFormat(jax.eval_shape(model.init, jax.random.key(0))[0])
+    total = sum(payload.stage_bytes(j) for j in range(model.num_stages))
+    factor = f" ({model.num_stages * payload.num_bytes / total:.2f} times the parameters in all)" if total else ""
+    return f"messages of parameters or gradients are padded to {payload.num_bytes / 1024:,.1f} KiB each{factor}"
