@@ -94,6 +94,11 @@ def test_streams_may_be_rounded():
     np.testing.assert_allclose(losses["cdp-v2@zero", 1], losses["cdp-v2", 0], rtol=0.2)
 
 
+def test_rounded_streams_need_an_executor_that_has_them():
+    with pytest.raises(ValueError, match="stream_dtype='bfloat16': only the zero executor has streams"):
+        prepare(dataclasses.replace(SMALL, stream_dtype="bfloat16"))
+
+
 def test_pictures_and_scalars_are_written(finished):
     import matplotlib.pyplot as plt
 
